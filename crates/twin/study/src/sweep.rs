@@ -193,24 +193,67 @@ impl Question {
     /// # Errors
     /// If a file cannot be read, or a value is wrong.
     pub fn prepare(self) -> anyhow::Result<Sweep> {
-        let question = self;
+        self.check()?;
+        let vary = self.axes()?;
+        let prices = self.prices.read(&self.cluster.gpus()?)?;
+        let (workload, name) = self.workload.workload(&[])?;
+        self.check_runs(&vary, &workload)?;
+        let objectives = Objectives::of(&workload, self.slo.clone());
         ensure!(
-            (0.0..=50.0).contains(&question.tolerance),
+            self.attain.is_none() || objectives.are_stated(),
+            "--attain needs objectives: state them with --slo"
+        );
+        let values: Vec<Vec<String>> = combinations(&vary)
+            .into_iter()
+            .map(|values| values.into_iter().map(str::to_owned).collect())
+            .collect();
+        let mut clusters = Vec::with_capacity(values.len());
+        let mut workloads = Vec::with_capacity(values.len());
+        for values in &values {
+            let (cluster, varied) = self.configuration(&vary, values, &workload, &prices)?;
+            clusters.push(cluster);
+            workloads.push(varied);
+        }
+        Ok(Sweep {
+            seed: workload.seed,
+            options: Options {
+                each_token: objectives.read_longest_gap(),
+                slo: objectives.clone(),
+                time_max: time_max(self.max_sim_time),
+                ..Options::default()
+            },
+            question: self,
+            vary,
+            values,
+            clusters,
+            workloads,
+            objectives,
+            prices,
+            name,
+        })
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        ensure!(
+            (0.0..=50.0).contains(&self.tolerance),
             "--tolerance is {}, but must be 0 to 50 (percent)",
-            question.tolerance
+            self.tolerance
         );
         ensure!(
-            question
-                .attain
+            self.attain
                 .is_none_or(|attain| attain > 0.0 && attain <= 1.0),
             "--attain must be above 0 and at most 100 %"
         );
         ensure!(
-            (1..=1000).contains(&question.seeds),
+            (1..=1000).contains(&self.seeds),
             "--seeds is {}, but must be 1 to 1,000",
-            question.seeds
+            self.seeds
         );
-        let vary: Vec<Vary> = question
+        Ok(())
+    }
+
+    fn axes(&self) -> anyhow::Result<Vec<Vary>> {
+        let vary: Vec<Vary> = self
             .vary
             .iter()
             .map(Axis::vary)
@@ -219,8 +262,11 @@ impl Question {
             !vary.is_empty(),
             "nothing varies; name a key and its values"
         );
-        let prices = question.prices.read(&question.cluster.gpus()?)?;
-        let (workload, name) = question.workload.workload(&[])?;
+        Ok(vary)
+    }
+
+    /// Checks the number of runs, and that each gives another result.
+    fn check_runs(&self, vary: &[Vary], workload: &Workload) -> anyhow::Result<()> {
         for (at, each) in vary.iter().enumerate() {
             ensure!(
                 vary[..at].iter().all(|before| before.key != each.key),
@@ -230,86 +276,58 @@ impl Question {
         }
         let runs: f64 = vary.iter().map(|vary| vary.values.len() as f64).product();
         ensure!(
-            runs * question.seeds as f64 <= RUNS_MAX as f64,
+            runs * self.seeds as f64 <= RUNS_MAX as f64,
             "{} of {}; the limit of runs is {RUNS_MAX}",
             counted(width::floor_u64(runs), "configuration"),
-            counted(question.seeds, "seed")
+            counted(self.seeds, "seed")
         );
-        let values: Vec<Vec<String>> = combinations(&vary)
-            .into_iter()
-            .map(|values| values.into_iter().map(str::to_owned).collect())
-            .collect();
         let replays = matches!(workload.arrival, Arrival::Trace)
             && matches!(workload.content, Content::Trace(_));
         ensure!(
-            question.seeds == 1 || !replays,
+            self.seeds == 1 || !replays,
             "--seeds {}: a replayed trace is the same for every seed; leave it out, or draw arrivals with --rate",
-            question.seeds
+            self.seeds
         );
-        let objectives = Objectives::of(&workload, question.slo.clone());
-        ensure!(
-            question.attain.is_none() || objectives.are_stated(),
-            "--attain needs objectives: state them with --slo"
-        );
-        let options = Options {
-            each_token: objectives.read_longest_gap(),
-            slo: objectives.clone(),
-            time_max: time_max(question.max_sim_time),
-            ..Options::default()
-        };
-        let mut clusters = Vec::with_capacity(values.len());
-        let mut workloads = Vec::with_capacity(values.len());
-        for values in &values {
-            let (mut sets, mut workload_sets, mut factor) = (Vec::new(), Vec::new(), 1.0);
-            for (vary, value) in vary.iter().zip(values) {
-                let set = format!("{}={value}", vary.key);
-                match file_of(&vary.key) {
-                    File::Cluster => sets.push(set),
-                    File::Workload => workload_sets.push(set),
-                    File::Load => factor = load_factor(value)?,
-                }
+        Ok(())
+    }
+
+    /// The cluster and the workload with one combination of `values`. Shape of `values`: as `vary`.
+    fn configuration(
+        &self,
+        vary: &[Vary],
+        values: &[String],
+        workload: &Workload,
+        prices: &Prices,
+    ) -> anyhow::Result<(Cluster, Workload)> {
+        let (mut sets, mut workload_sets, mut factor) = (Vec::new(), Vec::new(), 1.0);
+        for (vary, value) in vary.iter().zip(values) {
+            let set = format!("{}={value}", vary.key);
+            match file_of(&vary.key) {
+                File::Cluster => sets.push(set),
+                File::Workload => workload_sets.push(set),
+                File::Load => factor = load_factor(value)?,
             }
-            let all = || {
-                [sets.as_slice(), workload_sets.as_slice()]
-                    .concat()
-                    .join(", ")
-            };
-            let (cluster, _) = question
-                .cluster
-                .resolve_simulated(&sets)
-                .with_context(all)?;
-            let varied = if workload_sets.is_empty() {
-                workload.clone()
-            } else {
-                ensure!(
-                    question.workload.has_file(),
-                    "--vary {}: a key of the workload file, and there is none; use --workload, or `--vary load=…`",
-                    workload_sets.join(", ")
-                );
-                question
-                    .workload
-                    .workload(&workload_sets)
-                    .with_context(all)?
-                    .0
-            };
-            if prices.are_stated() {
-                per_hour(&cluster, &prices).with_context(all)?;
-            }
-            clusters.push(cluster);
-            workloads.push(load::scaled(&varied, factor));
         }
-        Ok(Sweep {
-            seed: workload.seed,
-            question,
-            vary,
-            values,
-            clusters,
-            workloads,
-            objectives,
-            prices,
-            options,
-            name,
-        })
+        let all = || {
+            [sets.as_slice(), workload_sets.as_slice()]
+                .concat()
+                .join(", ")
+        };
+        let (cluster, _) = self.cluster.resolve_simulated(&sets).with_context(all)?;
+        let varied = if workload_sets.is_empty() {
+            workload.clone()
+        } else {
+            ensure!(
+                self.workload.has_file(),
+                "--vary {}: a key of the workload file, and there is none; use --workload, or `--vary load=…`",
+                workload_sets.join(", ")
+            );
+            self.workload.workload(&workload_sets).with_context(all)?.0
+        };
+        if prices.are_stated() {
+            per_hour(&cluster, prices).with_context(all)?;
+        }
+        Ok((cluster, load::scaled(&varied, factor)))
     }
 }
 

@@ -7,7 +7,7 @@
 //!                               ▼
 //!                            Search ──trials──► driver (threads) ──► trial::run (twin)
 //!                               ▲                                       │
-//!                               └────────────── Measured ◄──────────────┘
+//!                               └────────────── TrialResult ◄──────────────┘
 //! ```
 //!
 //! [`Search`] decides which configurations are simulated, on which part of the workload; it simulates
@@ -46,5 +46,5 @@ pub mod trial;
 
 pub use axes::Axes;
 pub use demand::Demand;
-pub use search::{Choice, Conditions, Evaluate, Measured, Search, Trial};
+pub use search::{Choice, Conditions, Evaluate, Search, Trial, TrialResult};
 pub use space::{Setting, Shape};

@@ -28,7 +28,7 @@ use self::candidate::SPLIT;
 use self::sizing::Sizing;
 use crate::trial::allowed;
 
-pub use self::candidate::{Candidate, Place, grid};
+pub use self::candidate::{AxisPoint, Candidate, grid};
 pub use self::figures::{LOAD_MAX, LOAD_STEP};
 
 /// Conditions of a trial that differ from those of the question.
@@ -82,7 +82,7 @@ pub struct Trial {
 
 /// Result of a trial.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Measured {
+pub struct TrialResult {
     /// Whether it attains.
     pub attains: bool,
     /// Whether it ran to its end.
@@ -102,14 +102,14 @@ pub struct Measured {
     pub requests: u64,
 }
 
-impl Measured {
+impl TrialResult {
     /// Whether two runs were the same to their ends. Of runs that were stopped, what follows may differ.
-    fn ran_alike(&self, other: &Measured) -> bool {
+    fn ran_alike(&self, other: &TrialResult) -> bool {
         self.complete && other.complete && self.digest == other.digest
     }
 
     /// Of runs with several seeds: every class attains over all of them.
-    fn together(each: &[Measured], target: f64) -> Measured {
+    fn merge_seeds(each: &[TrialResult], target: f64) -> TrialResult {
         let mut by_class: Vec<(u64, u64)> = Vec::new();
         for measured in each {
             for (at, &(all, met)) in measured.by_class.iter().enumerate() {
@@ -125,7 +125,7 @@ impl Measured {
         let judged = by_class.iter().filter(|class| class.0 > 0);
         let lowest = judged.min_by(|a, b| share(a).total_cmp(&share(b)));
         let few = |&(all, met): &(u64, u64)| all - met <= allowed(all, target);
-        Measured {
+        TrialResult {
             attains: complete && by_class.iter().all(few),
             complete,
             share: lowest.map_or(0.0, share),
@@ -146,7 +146,11 @@ pub trait Evaluate {
     ///
     /// # Errors
     /// If one cannot run.
-    fn run(&mut self, trials: &[Trial], progress: &Progress) -> Result<Vec<Measured>, Self::Error>;
+    fn run(
+        &mut self,
+        trials: &[Trial],
+        progress: &Progress,
+    ) -> Result<Vec<TrialResult>, Self::Error>;
 
     /// The first setting of the shape that gives the same cluster at this size. The search runs one of them.
     fn same(&self, _shape: usize, setting: usize, _workers: u32) -> usize {
@@ -182,7 +186,7 @@ pub struct Choice {
 
 /// A trial that does not attain.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Nearest {
+pub struct NearMiss {
     /// The trial.
     pub trial: Trial,
     /// Its share.
@@ -203,7 +207,7 @@ pub struct Search<'a, E: Evaluate> {
     seeds: u64,
     evaluate: &'a mut E,
     /// Results, with the `spare` of their trials.
-    seen: BTreeMap<Key, (u64, Measured)>,
+    seen: BTreeMap<Key, (u64, TrialResult)>,
     /// Best setting known of each shape, and its size on the largest part so far.
     known: Vec<Option<(usize, u32)>>,
     /// Shape and setting preferred among equal costs.
@@ -275,17 +279,17 @@ impl<'a, E: Evaluate> Search<'a, E> {
         self
     }
 
-    fn whole(&self) -> usize {
+    fn whole_part(&self) -> usize {
         self.main
     }
 
-    fn on(part: usize) -> Stage {
+    fn stage_of_part(part: usize) -> Stage {
         Stage { part, seeds: 1 }
     }
 
     /// Where answers are found.
     fn main_stage(&self) -> Stage {
-        Self::on(self.main)
+        Self::stage_of_part(self.main)
     }
 
     /// Where answers must attain.
@@ -318,13 +322,13 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// The result of a trial, if it ran. One that was stopped tells nothing about larger spares.
-    fn result(&self, trial: &Trial) -> Option<&Measured> {
+    fn result(&self, trial: &Trial) -> Option<&TrialResult> {
         let (spare, measured) = self.seen.get(&self.key(trial))?;
         (measured.complete || *spare >= trial.spare).then_some(measured)
     }
 
     /// Runs trials that have not run before.
-    fn run(&mut self, trials: &[Trial]) -> Result<Vec<Measured>, E::Error> {
+    fn run(&mut self, trials: &[Trial]) -> Result<Vec<TrialResult>, E::Error> {
         let mut new: Vec<Trial> = Vec::new();
         let mut keys: BTreeSet<Key> = BTreeSet::new();
         for trial in trials {
@@ -348,7 +352,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
 
     /// Runs trials of the first seed with all seeds of a stage. A run is stopped when it has more misses than all of them may have
     /// together, and the other seeds are not run then.
-    fn run_at(&mut self, trials: &[Trial], stage: Stage) -> Result<Vec<Measured>, E::Error> {
+    fn run_at(&mut self, trials: &[Trial], stage: Stage) -> Result<Vec<TrialResult>, E::Error> {
         if stage.seeds == 1 {
             return self.run(trials);
         }
@@ -373,10 +377,10 @@ impl<'a, E: Evaluate> Search<'a, E> {
             .into_iter()
             .map(|first| {
                 let more = if first.complete { stage.seeds - 1 } else { 0 };
-                let each: Vec<Measured> = std::iter::once(first)
+                let each: Vec<TrialResult> = std::iter::once(first)
                     .chain(others.by_ref().take(width::to_usize(more)))
                     .collect();
-                Measured::together(&each, target)
+                TrialResult::merge_seeds(&each, target)
             })
             .collect())
     }
@@ -412,7 +416,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
         )
     }
 
-    fn sized(&self, job: &(usize, usize, Sizing)) -> Option<Choice> {
+    fn choice_of(&self, job: &(usize, usize, Sizing)) -> Option<Choice> {
         let workers = job.2.attains?;
         Some(Choice {
             shape: job.0,
@@ -474,13 +478,13 @@ impl<'a, E: Evaluate> Search<'a, E> {
             .chain([setting])
             .map(|split| (shape, split))
             .collect();
-        for part in 0..self.whole() {
+        for part in 0..self.whole_part() {
             let mut job = [(shape, setting, self.sizing(shape, workers, true))];
-            self.size(&mut job, Self::on(part))?;
-            let Some(sized) = self.sized(&job[0]) else {
+            self.size(&mut job, Self::stage_of_part(part))?;
+            let Some(sized) = self.choice_of(&job[0]) else {
                 continue;
             };
-            if let Some(found) = self.race(Some(sized), &splits, Self::on(part))? {
+            if let Some(found) = self.race(Some(sized), &splits, Self::stage_of_part(part))? {
                 (setting, workers) = (found.setting, found.workers);
             }
         }
@@ -495,14 +499,14 @@ impl<'a, E: Evaluate> Search<'a, E> {
         setting: usize,
         near: u32,
     ) -> Result<Option<Choice>, E::Error> {
-        let Some(max) = self.below(best, shape) else {
+        let Some(max) = self.largest_cheaper_size(best, shape) else {
             return Ok(best);
         };
         let min = self.shapes[shape].workers_min.max(1);
         let sizing = Sizing::new(min, max, near.min(max), true, self.target);
         let mut job = [(shape, setting, sizing)];
         self.size(&mut job, self.main_stage())?;
-        let sized = self.sized(&job[0]);
+        let sized = self.choice_of(&job[0]);
         if let Some(sized) = sized {
             self.known[shape] = Some((setting, sized.workers));
         }
@@ -510,7 +514,7 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// The largest size of a shape that is cheaper than `best`; the largest of all if there is none.
-    fn below(&self, best: Option<Choice>, shape: usize) -> Option<u32> {
+    fn largest_cheaper_size(&self, best: Option<Choice>, shape: usize) -> Option<u32> {
         let of = &self.shapes[shape];
         match best {
             Some(best) => of.cheaper_than(best.cost),
@@ -529,9 +533,9 @@ impl<'a, E: Evaluate> Search<'a, E> {
         order.sort_by(|a, b| cost(a).total_cmp(&cost(b)).then(a.0.cmp(&b.0)));
         for (shape, part, mut workers) in order {
             let setting = self.setting(shape);
-            for part in part + 1..self.whole() {
+            for part in part + 1..self.whole_part() {
                 let mut job = [(shape, setting, self.sizing(shape, workers, true))];
-                self.size(&mut job, Self::on(part))?;
+                self.size(&mut job, Self::stage_of_part(part))?;
                 workers = job[0].2.attains.unwrap_or(workers);
             }
             let best = self.size_below(None, shape, setting, workers)?;
@@ -564,20 +568,20 @@ impl<'a, E: Evaluate> Search<'a, E> {
     }
 
     /// The trial on the whole workload that came nearest without attaining.
-    pub fn nearest(&self) -> Option<Nearest> {
-        let whole = self.whole();
+    pub fn nearest(&self) -> Option<NearMiss> {
+        let whole = self.whole_part();
         let plain = self.plain;
         self.seen
             .iter()
             .filter(|((_, _, _, part, key), (_, measured))| {
                 *part == whole && *key == plain.key() && !measured.attains
             })
-            .map(|(&(shape, setting, workers, ..), (_, measured))| Nearest {
+            .map(|(&(shape, setting, workers, ..), (_, measured))| NearMiss {
                 trial: self.trial(shape, setting, workers),
                 share: measured.share,
             })
             .max_by(|a, b| {
-                let cost = |n: &Nearest| self.shapes[n.trial.shape].cost_of(n.trial.workers);
+                let cost = |n: &NearMiss| self.shapes[n.trial.shape].cost_of(n.trial.workers);
                 // The cheaper of equal ones.
                 a.share
                     .total_cmp(&b.share)

@@ -4,7 +4,7 @@ use slipstream_base::width;
 use slipstream_config::cluster::Dtype;
 
 use crate::axes::{self, Axes};
-use crate::search::Place;
+use crate::search::AxisPoint;
 
 /// How the model lies on GPUs, and which workers compute prompts.
 #[derive(Clone, Debug, PartialEq)]
@@ -129,7 +129,7 @@ impl Setting {
 }
 
 /// Each setting as the index of its value on each axis. Shape `[settings]`
-pub fn places(settings: &[Setting]) -> Vec<Place> {
+pub fn places(settings: &[Setting]) -> Vec<AxisPoint> {
     fn place<T: PartialEq>(
         settings: &[Setting],
         of: usize,

@@ -11,7 +11,7 @@ use slipstream_config::workload_file::Workload;
 use slipstream_report::Objectives;
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, TwinError};
 
-use crate::search::Measured;
+use crate::search::TrialResult;
 
 /// Parts of a run for the confidence interval.
 pub const PARTS: usize = 20;
@@ -44,7 +44,7 @@ pub struct Question<'a> {
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// Whether it attains, and how far.
-    pub measured: Measured,
+    pub measured: TrialResult,
     /// Requests of each class, and those that met their objectives. Shape `[classes]`.
     pub by_class: Vec<(u64, u64)>,
     /// Each objective's name, requests that have it, and those that met it.
@@ -239,7 +239,7 @@ impl<'a> Judge<'a> {
         let few = |&(all, met): &(u64, u64)| all - met <= allowed(all, target);
         let ended: u64 = self.ended.iter().map(|class| class.0).sum();
         Answer {
-            measured: Measured {
+            measured: TrialResult {
                 attains: complete && by_class.iter().all(few),
                 complete,
                 by_class: by_class.clone(),

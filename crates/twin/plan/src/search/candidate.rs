@@ -3,7 +3,7 @@
 use slipstream_base::width;
 
 /// A setting as the index of its value on each axis of settings. Splits of prefill and decode workers are `SPLIT`.
-pub type Place = [usize; 4];
+pub type AxisPoint = [usize; 4];
 
 /// The axis of splits: those of one prefill worker more or less have indices that differ by 1.
 pub(super) const SPLIT: usize = 3;
@@ -22,7 +22,7 @@ pub struct Candidate {
     /// The number of its settings that are tried in all combinations, at least 1; 0 is the base.
     pub settings: usize,
     /// Its settings as places on the axes: those, and then others that are tried only next to good ones.
-    pub places: Vec<Place>,
+    pub places: Vec<AxisPoint>,
     /// Shapes of one kind compete for a place of their own in the table, such as GPUs of one preset.
     pub kind: usize,
     /// Whether prefill and decode have workers of their own: of equally cheap shapes, one without is

@@ -2,7 +2,7 @@
 
 use super::race::distinct;
 use super::{
-    Candidate, Choice, Evaluate, KEEP, KEEP_MIN, Measured, ROUNDS_MAX, Search, Stage, Trial,
+    Candidate, Choice, Evaluate, KEEP, KEEP_MIN, ROUNDS_MAX, Search, Stage, Trial, TrialResult,
 };
 
 impl<E: Evaluate> Search<'_, E> {
@@ -21,7 +21,7 @@ impl<E: Evaluate> Search<'_, E> {
             best = self.race(best, &each, stage)?;
             let others = self.other_splits(best, stage)?;
             best = self.race(best, &others, stage)?;
-            let near = self.near(best, stage)?;
+            let near = self.near_misses(best, stage)?;
             best = self.race(best, &near, stage)?;
             if best == before {
                 break;
@@ -46,7 +46,10 @@ impl<E: Evaluate> Search<'_, E> {
             };
             let of = &self.shapes[shape];
             let has_others = !near(of, first).is_empty();
-            let Some(workers) = self.below(best, shape).filter(|_| has_others) else {
+            let Some(workers) = self
+                .largest_cheaper_size(best, shape)
+                .filter(|_| has_others)
+            else {
                 continue;
             };
             let (setting, _) = self.ascend(shape, first, workers, stage, near)?;
@@ -59,14 +62,14 @@ impl<E: Evaluate> Search<'_, E> {
 
     /// Settings of the shapes that nearly attain at the largest size that is cheaper than `best`, or at the largest of all: the
     /// better ones at that size on the parts.
-    pub(super) fn near(
+    pub(super) fn near_misses(
         &mut self,
         best: Option<Choice>,
         stage: Stage,
     ) -> Result<Vec<(usize, usize)>, E::Error> {
         let mut all = Vec::new();
         for shape in 0..self.shapes.len() {
-            let Some(workers) = self.below(best, shape) else {
+            let Some(workers) = self.largest_cheaper_size(best, shape) else {
                 continue;
             };
             let share = |setting: usize| {
@@ -80,13 +83,14 @@ impl<E: Evaluate> Search<'_, E> {
                 continue;
             };
             let trial = self.trial_at(shape, setting, workers, stage);
-            if self.come_near(&[trial], stage)?[0] {
+            if self.screen_trials(&[trial], stage)?[0] {
                 let settings = if stage.part > 0 {
-                    self.combinations(shape, setting, workers, Self::on(0))?
+                    self.combinations(shape, setting, workers, Self::stage_of_part(0))?
                 } else {
                     of.with_split_of(setting)
                 };
-                let better = self.better(shape, settings, workers, stage.part, KEEP_MIN)?;
+                let better =
+                    self.select_better_settings(shape, settings, workers, stage.part, KEEP_MIN)?;
                 all.extend(better.into_iter().map(|setting| (shape, setting)));
             }
         }
@@ -94,7 +98,7 @@ impl<E: Evaluate> Search<'_, E> {
     }
 
     /// The better ones of settings of a shape at a size, on the parts below `part`.
-    pub(super) fn better(
+    pub(super) fn select_better_settings(
         &mut self,
         shape: usize,
         mut better: Vec<usize>,
@@ -103,10 +107,11 @@ impl<E: Evaluate> Search<'_, E> {
         keep_min: usize,
     ) -> Result<Vec<usize>, E::Error> {
         for part in 0..part {
-            let trial = |&setting| self.trial_at(shape, setting, workers, Self::on(part));
+            let trial =
+                |&setting| self.trial_at(shape, setting, workers, Self::stage_of_part(part));
             let trials: Vec<Trial> = better.iter().map(trial).collect();
             let measured = self.run(&trials)?;
-            let mut order: Vec<(usize, &Measured)> =
+            let mut order: Vec<(usize, &TrialResult)> =
                 better.iter().copied().zip(&measured).collect();
             order.sort_by(|(first, a), (second, b)| {
                 let share = b.share.total_cmp(&a.share);

@@ -2,7 +2,7 @@
 
 use slipstream_base::width;
 
-use super::{Choice, Conditions, Evaluate, Measured, Search, Trial};
+use super::{Choice, Conditions, Evaluate, Search, Trial, TrialResult};
 
 /// Resolution of the headroom, relative to the load.
 pub const LOAD_STEP: f64 = 0.02;
@@ -15,7 +15,7 @@ impl<E: Evaluate> Search<'_, E> {
         &mut self,
         of: &Choice,
         conditions: &[Conditions],
-    ) -> Result<Vec<Measured>, E::Error> {
+    ) -> Result<Vec<TrialResult>, E::Error> {
         let trials: Vec<Trial> = conditions
             .iter()
             .map(|&conditions| Trial {
@@ -30,7 +30,7 @@ impl<E: Evaluate> Search<'_, E> {
     ///
     /// # Errors
     /// As the evaluation's.
-    pub fn each_seed(&mut self, of: &Choice) -> Result<Vec<Measured>, E::Error> {
+    pub fn each_seed(&mut self, of: &Choice) -> Result<Vec<TrialResult>, E::Error> {
         let stage = self.last_stage();
         let trial = self.trial_at(of.shape, of.setting, of.workers, stage);
         let trials: Vec<Trial> = (0..stage.seeds)
@@ -46,7 +46,7 @@ impl<E: Evaluate> Search<'_, E> {
     ///
     /// # Errors
     /// As the evaluation's.
-    pub fn around(&mut self, best: &Choice) -> Result<Vec<(u32, f64)>, E::Error> {
+    pub fn neighboring_sizes(&mut self, best: &Choice) -> Result<Vec<(u32, f64)>, E::Error> {
         self.phase("size", 5.0, 10.0);
         let of = &self.shapes[best.shape];
         let step = (best.workers / 10).max(1);

@@ -3,7 +3,8 @@
 use slipstream_base::width;
 
 use super::{
-    Candidate, Choice, Evaluate, FAR, KEEP, KEEP_MIN, Measured, NEAR, Search, Sizing, Stage, Trial,
+    Candidate, Choice, Evaluate, FAR, KEEP, KEEP_MIN, NEAR, Search, Sizing, Stage, Trial,
+    TrialResult,
 };
 
 /// Limit of values that are changed in the base setting of a shape that attains with it at no size.
@@ -30,7 +31,7 @@ impl<E: Evaluate> Search<'_, E> {
             .iter()
             .map(|best| self.shapes[best.shape].kind)
             .collect();
-        for part in 0..=self.whole() {
+        for part in 0..=self.whole_part() {
             let of_kind = sizes.iter().zip(self.shapes);
             kinds.extend(of_kind.filter_map(|(size, of)| size.map(|_| of.kind)));
             let open: Vec<usize> = (0..self.shapes.len())
@@ -111,8 +112,13 @@ impl<E: Evaluate> Search<'_, E> {
             };
             let Some(workers) = workers else { continue };
             let first = self.setting(shape);
-            let (setting, most) =
-                self.ascend(shape, first, workers, Self::on(0), Candidate::neighbors)?;
+            let (setting, most) = self.ascend(
+                shape,
+                first,
+                workers,
+                Self::stage_of_part(0),
+                Candidate::neighbors,
+            )?;
             if most.attains {
                 sizes[shape] = Some((0, workers));
                 self.known[shape] = Some((setting, workers));
@@ -130,7 +136,7 @@ impl<E: Evaluate> Search<'_, E> {
         workers: u32,
         stage: Stage,
         near: fn(&Candidate, usize) -> Vec<usize>,
-    ) -> Result<(usize, Measured), E::Error> {
+    ) -> Result<(usize, TrialResult), E::Error> {
         let first = self.trial_at(shape, setting, workers, stage);
         let mut most = self.run_at(&[first], stage)?.remove(0);
         for _ in 0..CHANGES_MAX {
@@ -205,7 +211,7 @@ impl<E: Evaluate> Search<'_, E> {
         for (shape, size) in sizes.iter().enumerate() {
             if let Some((_, workers)) = *size
                 && self.is_promising(best, sizes, shape, workers)
-                && self.below(best, shape).is_some()
+                && self.largest_cheaper_size(best, shape).is_some()
             {
                 first.push((self.shapes[shape].cost_of(workers), shape));
             }
@@ -214,7 +220,7 @@ impl<E: Evaluate> Search<'_, E> {
         // The known setting of each shape first: they lower the cost at which the others are tried.
         let known = first.iter().map(|&(_, shape)| (shape, self.setting(shape)));
         let mut ranked: Vec<(usize, usize)> = known.collect();
-        if self.whole() > 0 {
+        if self.whole_part() > 0 {
             self.phase("settings", self.parts[0] * ranked.len() as f64, later);
         }
         for (_, shape) in first {
@@ -224,11 +230,11 @@ impl<E: Evaluate> Search<'_, E> {
                 }
             }
         }
-        for part in 0..self.whole() {
+        for part in 0..self.whole_part() {
             let work = self.parts[part] * 0.5 * ranked.len() as f64;
             self.phase("settings", work, later);
-            let cheapest = self.race(best, &ranked, Self::on(part))?;
-            ranked = self.rank(cheapest, &ranked, Self::on(part))?;
+            let cheapest = self.race(best, &ranked, Self::stage_of_part(part))?;
+            ranked = self.rank(cheapest, &ranked, Self::stage_of_part(part))?;
             let keep = ranked.len().div_ceil(KEEP).max(KEEP_MIN);
             let mut kinds: Vec<usize> = Vec::new();
             let mut place = 0;
@@ -254,13 +260,13 @@ impl<E: Evaluate> Search<'_, E> {
     /// The settings of a shape to try at the size below `best`. If the known one comes near, or one that is better by
     /// changes of one value at a time, those of [`Search::combinations`]. Otherwise that one alone.
     fn worthwhile(&mut self, best: Option<Choice>, shape: usize) -> Result<Vec<usize>, E::Error> {
-        let Some(workers) = self.below(best, shape) else {
+        let Some(workers) = self.largest_cheaper_size(best, shape) else {
             return Ok(Vec::new());
         };
-        if self.whole() == 0 {
+        if self.whole_part() == 0 {
             return Ok((0..self.shapes[shape].settings).collect());
         }
-        let stage = Self::on(0);
+        let stage = Self::stage_of_part(0);
         let mut setting = self.setting(shape);
         let first = self.trial_at(shape, setting, workers, stage);
         let mut most = self.run(&[first])?.remove(0);

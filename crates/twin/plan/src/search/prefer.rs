@@ -81,7 +81,7 @@ impl<E: Evaluate> Search<'_, E> {
     /// Of trials, at least one: the one that attains at the highest load on the largest part that is not the
     /// whole; the one that comes nearest if none does any more.
     pub(super) fn strongest(&mut self, mut left: Vec<Trial>) -> Result<Trial, E::Error> {
-        let part = self.whole().saturating_sub(1);
+        let part = self.whole_part().saturating_sub(1);
         let mut load = 1.0;
         while left.len() > 1 && load < LOAD_MAX {
             load *= LOAD_GROWTH;

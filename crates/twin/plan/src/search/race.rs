@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Choice, Evaluate, Measured, NEAR, Search, Sizing, Stage, Trial};
+use super::{Choice, Evaluate, NEAR, Search, Sizing, Stage, Trial, TrialResult};
 
 /// Limit of candidates that are tried before the best of them is sized.
 const BATCH_MAX: usize = 8;
@@ -45,7 +45,7 @@ impl<E: Evaluate> Search<'_, E> {
             sizing.take(next.workers, measured);
             let mut job = [(next.shape, next.setting, sizing)];
             self.size(&mut job, stage)?;
-            best = self.sized(&job[0]).unwrap_or(*next);
+            best = self.choice_of(&job[0]).unwrap_or(*next);
             self.learn(Some(best), stage);
             // The others that attain are tried again, but those that ran alike.
             let mut runs: Vec<(usize, u32, u64)> = Vec::new();
@@ -76,7 +76,7 @@ impl<E: Evaluate> Search<'_, E> {
             let start = self.known[shape].map_or(self.shapes[shape].workers_min, |known| known.1);
             let mut job = [(shape, setting, self.sizing(shape, start, false))];
             self.size(&mut job, stage)?;
-            let found = self.sized(&job[0]);
+            let found = self.choice_of(&job[0]);
             self.learn(found, stage);
             if found.is_some() {
                 return Ok(found);
@@ -91,7 +91,7 @@ impl<E: Evaluate> Search<'_, E> {
         best: &Choice,
         batch: &[(usize, usize)],
         stage: Stage,
-    ) -> Result<Vec<(Choice, Measured)>, E::Error> {
+    ) -> Result<Vec<(Choice, TrialResult)>, E::Error> {
         let mut trials: Vec<Trial> = Vec::new();
         for &(shape, setting) in batch {
             // Otherwise its smallest cluster costs as much.
@@ -100,13 +100,13 @@ impl<E: Evaluate> Search<'_, E> {
             }
         }
         if stage.seeds > 1 {
-            let mut near = self.come_near(&trials, stage)?.into_iter();
+            let mut near = self.screen_trials(&trials, stage)?.into_iter();
             trials.retain(|_| near.next() == Some(true));
         }
         let measured = self.run_at(&trials, stage)?;
         let each = trials.iter().zip(measured);
         let attain = each.filter(|(_, measured)| measured.attains);
-        let choice = |(trial, measured): (&Trial, Measured)| {
+        let choice = |(trial, measured): (&Trial, TrialResult)| {
             let choice = Choice {
                 shape: trial.shape,
                 setting: trial.setting,
@@ -121,7 +121,7 @@ impl<E: Evaluate> Search<'_, E> {
 
     /// Whether trials attain or nearly do with the first seed. If others are judged with it, they run until they have
     /// more misses than all of the seeds may have: the share of a run that was stopped earlier is too low, if its misses came first.
-    pub(super) fn come_near(
+    pub(super) fn screen_trials(
         &mut self,
         trials: &[Trial],
         stage: Stage,
@@ -144,7 +144,7 @@ impl<E: Evaluate> Search<'_, E> {
     /// Keeps the setting and size of a shape that were found where answers are found, or the first ones.
     pub(super) fn learn(&mut self, found: Option<Choice>, stage: Stage) {
         if let Some(found) = found
-            && (stage.part >= self.whole() || self.known[found.shape].is_none())
+            && (stage.part >= self.whole_part() || self.known[found.shape].is_none())
         {
             self.known[found.shape] = Some((found.setting, found.workers));
         }
@@ -167,13 +167,13 @@ impl<E: Evaluate> Search<'_, E> {
             if Some((shape, setting)) == first {
                 continue;
             }
-            match self.below(best, shape) {
+            match self.largest_cheaper_size(best, shape) {
                 Some(workers) => trials.push(self.trial_at(shape, setting, workers, stage)),
                 None => dear.push((shape, setting)),
             }
         }
         let measured = self.run(&trials)?;
-        let mut order: Vec<(&Trial, Measured)> = trials.iter().zip(measured).collect();
+        let mut order: Vec<(&Trial, TrialResult)> = trials.iter().zip(measured).collect();
         // Sorting is stable: of equal ones the first.
         order.sort_by(|a, b| b.1.share.total_cmp(&a.1.share));
         let order = order
@@ -210,7 +210,7 @@ pub(super) fn distinct<C, T, R: PartialEq>(
 }
 
 /// The cheapest, and of these the one with the largest share; the first of equal ones.
-fn cheapest(attain: &[(Choice, Measured)]) -> Option<&(Choice, Measured)> {
+fn cheapest(attain: &[(Choice, TrialResult)]) -> Option<&(Choice, TrialResult)> {
     attain.iter().reduce(|a, b| {
         let less = b.0.cost < a.0.cost * (1.0 - 1e-9);
         let same = b.0.cost <= a.0.cost * (1.0 + 1e-9);

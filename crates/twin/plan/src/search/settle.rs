@@ -1,6 +1,6 @@
 //! The last stage of a search: confirmation on the whole workload with every seed, and the table of the other shapes.
 
-use super::{CHANCE, Choice, Evaluate, Key, Measured, ROUNDS_MAX, Search, Sizing, Stage, Trial};
+use super::{CHANCE, Choice, Evaluate, Key, ROUNDS_MAX, Search, Sizing, Stage, Trial, TrialResult};
 
 /// Fraction of the allowed misses below which the first seed alone decides.
 const CLEAR: f64 = 0.5;
@@ -40,11 +40,11 @@ impl<E: Evaluate> Search<'_, E> {
             self.trial_at(of.shape, of.setting, of.workers, stage)
         });
         let largest = (0..self.shapes.len()).filter_map(|shape| {
-            let workers = self.below(None, shape)?;
+            let workers = self.largest_cheaper_size(None, shape)?;
             Some(self.trial_at(shape, self.setting(shape), workers, stage))
         });
         let trials: Vec<Trial> = nearest.into_iter().chain(largest).collect();
-        Ok(self.come_near(&trials, stage)?.contains(&true))
+        Ok(self.screen_trials(&trials, stage)?.contains(&true))
     }
 
     /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.
@@ -84,7 +84,7 @@ impl<E: Evaluate> Search<'_, E> {
         }
     }
 
-    fn misses_by_chance(&self, of: &Measured) -> bool {
+    fn misses_by_chance(&self, of: &TrialResult) -> bool {
         of.attains || of.share >= 1.0 - CHANCE * (1.0 - self.target)
     }
 
@@ -129,12 +129,12 @@ impl<E: Evaluate> Search<'_, E> {
         let mut sizing = self.sizing(shape, found.workers, true);
         let fewer = self.trial(shape, setting, found.workers - 1);
         // It failed on the main stage, in a run that ended at the first seed's misses.
-        if self.result(&fewer).is_some() && !self.come_near(&[fewer], stage)?[0] {
+        if self.result(&fewer).is_some() && !self.screen_trials(&[fewer], stage)?[0] {
             sizing.fails = fewer.workers;
         }
         let mut job = [(shape, setting, sizing)];
         self.size(&mut job, stage)?;
-        Ok(self.sized(&job[0]))
+        Ok(self.choice_of(&job[0]))
     }
 
     /// The best of a shape that costs more than `floor`; `None` if no size attains.
@@ -155,7 +155,7 @@ impl<E: Evaluate> Search<'_, E> {
         part: usize,
     ) -> Result<Vec<usize>, E::Error> {
         let near = self.shapes[shape].neighbors(setting);
-        self.better(shape, near, workers, part, KEEP_NEAR)
+        self.select_better_settings(shape, near, workers, part, KEEP_NEAR)
     }
 
     /// Changes one value of the setting at a time, as long as that saves workers of its shape, of which at least `min` are needed.
@@ -191,7 +191,7 @@ impl<E: Evaluate> Search<'_, E> {
         let sizing = Sizing::new(min, of.workers_max, workers.max(min), true, self.target);
         let mut job = [(shape, setting, sizing)];
         self.size(&mut job, stage)?;
-        let Some(sized) = self.sized(&job[0]) else {
+        let Some(sized) = self.choice_of(&job[0]) else {
             return Ok(None);
         };
         let best = self.improve(sized, min, stage)?;

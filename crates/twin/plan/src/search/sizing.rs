@@ -1,6 +1,6 @@
 //! The smallest size that attains, by growing steps and bisection.
 
-use super::Measured;
+use super::TrialResult;
 
 /// Consecutive increases by half without improvement after which larger sizes are given up.
 const FLAT: usize = 4;
@@ -43,7 +43,7 @@ impl Sizing {
         }
     }
 
-    pub(super) fn take(&mut self, workers: u32, measured: &Measured) {
+    pub(super) fn take(&mut self, workers: u32, measured: &TrialResult) {
         if measured.attains {
             self.attains = Some(workers);
             self.attained_share = measured.share;

@@ -82,12 +82,12 @@ impl Evaluate for CapacityModel {
         (self.same)(setting, workers)
     }
 
-    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
+    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<TrialResult>, Self::Error> {
         self.runs.extend(trials);
         let measure = |t: &Trial| {
             let (share, complete) = self.share(t);
             let met = width::floor_u64(1e6 * share + 1e-3);
-            Measured {
+            TrialResult {
                 attains: complete && share >= TARGET,
                 complete,
                 by_class: vec![(1_000_000, met)],
@@ -238,7 +238,7 @@ proptest! {
         while let Some(workers) = sizing.next {
             prop_assert!((min..=500).contains(&workers));
             let share = TARGET * f64::from(workers) / f64::from(need);
-            sizing.take(workers, &Measured { attains: workers >= need, complete: true, by_class: Vec::new(), share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
+            sizing.take(workers, &TrialResult { attains: workers >= need, complete: true, by_class: Vec::new(), share: share.min(1.0), judged: 1, digest: 0, requests: 1 });
             trials += 1;
             prop_assert!(trials <= 30);
         }
@@ -515,7 +515,7 @@ struct StoppedRuns;
 impl Evaluate for StoppedRuns {
     type Error = std::convert::Infallible;
 
-    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<Measured>, Self::Error> {
+    fn run(&mut self, trials: &[Trial], _: &Progress) -> Result<Vec<TrialResult>, Self::Error> {
         let measure = |of: &Trial| {
             let share = match of.workers {
                 0..3 => 0.5,
@@ -523,7 +523,7 @@ impl Evaluate for StoppedRuns {
                 _ => 1.0,
             };
             let complete = share >= TARGET;
-            Measured {
+            TrialResult {
                 attains: complete,
                 complete,
                 by_class: vec![(1_000_000, width::floor_u64(1e6 * share))],
@@ -642,7 +642,7 @@ fn what_no_size_attains_ends_soon() {
         let share = 0.9 - 0.5 / f64::from(workers);
         sizing.take(
             workers,
-            &Measured {
+            &TrialResult {
                 attains: false,
                 complete: true,
                 by_class: Vec::new(),

@@ -6,7 +6,7 @@ use slipstream_base::width;
 use slipstream_config::workload_file::Content;
 use slipstream_engine::timing;
 use slipstream_plan::confidence::{self, Share, StepError};
-use slipstream_plan::search::{Nearest, grid};
+use slipstream_plan::search::{NearMiss, grid};
 use slipstream_plan::space::{Setting, Shape};
 use slipstream_plan::{Choice, Conditions, Search};
 
@@ -117,7 +117,7 @@ impl AtLoad<'_> {
         Ok(Ok(found))
     }
 
-    fn not_found(&self, ready: &Ready, nearest: Option<(Nearest, Row)>) -> NotFound {
+    fn not_found(&self, ready: &Ready, nearest: Option<(NearMiss, Row)>) -> NotFound {
         NotFound {
             load: self.factors.load,
             nearest,
@@ -140,7 +140,7 @@ impl AtLoad<'_> {
             (best, others) = search.table(best, ROWS_MAX)?;
             headroom = Some(search.headroom(&best)?);
             if self.plan.charts {
-                by_workers = search.around(&best)?;
+                by_workers = search.neighboring_sizes(&best)?;
             }
         }
         let each_seed = search.each_seed(&best)?;
@@ -296,8 +296,8 @@ fn known(ready: &Ready, answers: &[(Shape, Setting, u32)]) -> Vec<Choice> {
 fn nearest_row(
     ready: &Ready,
     driver: &mut Driver<'_>,
-    nearest: Nearest,
-) -> anyhow::Result<(Nearest, Row)> {
+    nearest: NearMiss,
+) -> anyhow::Result<(NearMiss, Row)> {
     let of = nearest.trial;
     let sized = Choice {
         shape: of.shape,

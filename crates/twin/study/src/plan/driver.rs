@@ -10,7 +10,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::search::Progress;
 use slipstream_plan::trial::{self, Answer, Question};
-use slipstream_plan::{Conditions, Evaluate, Measured, Trial, demand, load, space};
+use slipstream_plan::{Conditions, Evaluate, Trial, TrialResult, demand, load, space};
 use slipstream_report::Objectives;
 use slipstream_report::table::{counted, grouped};
 
@@ -99,8 +99,8 @@ pub struct Result {
     requests: u64,
 }
 
-impl From<Measured> for Result {
-    fn from(measured: Measured) -> Result {
+impl From<TrialResult> for Result {
+    fn from(measured: TrialResult) -> Result {
         Result {
             attains: measured.attains,
             complete: measured.complete,
@@ -113,9 +113,9 @@ impl From<Measured> for Result {
     }
 }
 
-impl From<Result> for Measured {
-    fn from(result: Result) -> Measured {
-        Measured {
+impl From<Result> for TrialResult {
+    fn from(result: Result) -> TrialResult {
+        TrialResult {
             attains: result.attains,
             complete: result.complete,
             by_class: result.by_class,
@@ -372,10 +372,10 @@ impl<'a> Driver<'a> {
         expected: &[Option<Vec<u64>>],
         stop_early: bool,
         progress: Option<&Progress>,
-    ) -> anyhow::Result<Vec<(Measured, Option<Answer>)>> {
+    ) -> anyhow::Result<Vec<(TrialResult, Option<Answer>)>> {
         let next = AtomicUsize::new(0);
         let ended = AtomicUsize::new(0);
-        let results: Vec<Mutex<Option<anyhow::Result<(Measured, Option<Answer>)>>>> =
+        let results: Vec<Mutex<Option<anyhow::Result<(TrialResult, Option<Answer>)>>>> =
             trials.iter().map(|_| Mutex::new(None)).collect();
         std::thread::scope(|scope| {
             for _ in 0..self.means.jobs.min(trials.len()) {
@@ -425,7 +425,7 @@ impl Evaluate for Driver<'_> {
         space::same(of, settings, setting, workers, self.ready.ranks[shape])
     }
 
-    fn run(&mut self, trials: &[Trial], progress: &Progress) -> anyhow::Result<Vec<Measured>> {
+    fn run(&mut self, trials: &[Trial], progress: &Progress) -> anyhow::Result<Vec<TrialResult>> {
         let expected: Vec<Option<Vec<u64>>> = trials
             .iter()
             .map(|trial| self.count(trial))
@@ -462,7 +462,7 @@ impl Evaluate for Driver<'_> {
                     counted(results.len() as u64, "result"),
                     counted(trials.len() as u64, "trial")
                 );
-                results.into_iter().map(Measured::from).collect()
+                results.into_iter().map(TrialResult::from).collect()
             }
         };
         for (trial, measured) in trials.iter().zip(&measured) {

@@ -24,7 +24,7 @@ use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::Workload;
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::{Share, StepError};
-use slipstream_plan::search::Nearest;
+use slipstream_plan::search::NearMiss;
 use slipstream_plan::space::{self, Setting, Shape};
 use slipstream_plan::trial::Answer as TrialAnswer;
 use slipstream_plan::{Choice, Demand};
@@ -222,7 +222,7 @@ struct Found {
 #[derive(Debug)]
 struct NotFound {
     load: f64,
-    nearest: Option<(Nearest, Row)>,
+    nearest: Option<(NearMiss, Row)>,
     /// Shapes that the bounds exclude, with the most that they can reach.
     ideal: Vec<(String, Ideal)>,
     requests: u64,

@@ -14,6 +14,7 @@ use slipstream_report::html::plan::{PlanAnswer, PlanPage};
 use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
+use super::scaled::{Bounds, Scaled};
 use super::{Asked, Excluded, Found, NotFound, Row, Sensitivity};
 
 /// A share in percent, with enough digits to tell it from the target. Rounded down, so that neither a
@@ -601,62 +602,71 @@ fn ideal_json(ideal: &[(String, Ideal)]) -> Vec<Value> {
     ideal.iter().map(each).collect()
 }
 
+fn scaled_json(context: &Asked, scaled: &Scaled) -> Value {
+    let best = |of: &Bounds| {
+        json!({
+            "name": of.name,
+            "settings": of.setting,
+            "workers_min": of.workers_min,
+            "workers_max": of.workers_max,
+            "workers_mean": of.workers_mean,
+            "cost_per_hour": context.priced.then_some(of.cost),
+            "gpus_mean": (!context.priced).then_some(of.cost),
+            "attained": of.share,
+            "digest": format!("{:016x}", of.digest),
+        })
+    };
+    json!({
+        "runs": scaled.tried,
+        "left_out": scaled.left_out,
+        "best": scaled.best.as_ref().map(best),
+    })
+}
+
+fn found_json(context: &Asked, found: &Found) -> Value {
+    let sure = found.sure;
+    json!({
+        "load": found.load,
+        "found": true,
+        "requests": found.requests,
+        "answer": row_json(context, &found.best),
+        "interval": {
+            "mean": sure.map_or(found.best.attained, |sure| sure.mean),
+            "low": sure.map(|sure| sure.low),
+            "high": sure.map(|sure| sure.high),
+            "half": sure.map(|sure| (sure.high - sure.low) / 2.0),
+            "seeds": (found.seeds > 0).then_some(found.seeds),
+            "parts": (found.seeds == 0).then_some(sure.map_or(1, |sure| sure.count)),
+        },
+        "headroom": found.headroom.map(|(attains, fails)| json!({"attains": attains, "fails": fails})),
+        "step_times": found.step_error.as_ref().map(|error| json!({
+            "low": error.low, "high": error.high, "extrapolated": error.distance,
+        })),
+        "others": found.others.iter().map(|row| row_json(context, row)).collect::<Vec<_>>(),
+        "sensitivity": found.sensitivity.iter().map(|knob| knob_json(context, knob)).collect::<Vec<_>>(),
+        "autoscaled": found.scaled.as_ref().map(|scaled| scaled_json(context, scaled)),
+        "ideal": ideal_json(&found.ideal),
+        "simulated_requests": found.search_requests,
+        "simulated_requests_in_all": found.all_requests,
+        "grid_requests": found.grid_requests,
+    })
+}
+
 /// Everything as JSON.
 pub(super) fn json(
     context: &Asked,
     results: &[Result<Found, NotFound>],
 ) -> serde_json::Result<String> {
-    let answers: Vec<Value> = results
-        .iter()
-        .map(|result| match result {
-            Ok(found) => json!({
-                "load": found.load,
-                "found": true,
-                "requests": found.requests,
-                "answer": row_json(context, &found.best),
-                "interval": {
-                    "mean": found.sure.map_or(found.best.attained, |sure| sure.mean),
-                    "low": found.sure.map(|sure| sure.low),
-                    "high": found.sure.map(|sure| sure.high),
-                    "half": found.sure.map(|sure| (sure.high - sure.low) / 2.0),
-                    "seeds": (found.seeds > 0).then_some(found.seeds),
-                    "parts": (found.seeds == 0).then_some(found.sure.map_or(1, |sure| sure.count)),
-                },
-                "headroom": found.headroom.map(|(attains, fails)| json!({"attains": attains, "fails": fails})),
-                "step_times": found.step_error.as_ref().map(|error| json!({
-                    "low": error.low, "high": error.high, "extrapolated": error.distance,
-                })),
-                "others": found.others.iter().map(|row| row_json(context, row)).collect::<Vec<_>>(),
-                "sensitivity": found.sensitivity.iter().map(|knob| knob_json(context, knob)).collect::<Vec<_>>(),
-                "autoscaled": found.scaled.as_ref().map(|scaled| json!({
-                    "runs": scaled.tried,
-                    "left_out": scaled.left_out,
-                    "best": scaled.best.as_ref().map(|of| json!({
-                        "name": of.name,
-                        "settings": of.setting,
-                        "workers_min": of.workers_min,
-                        "workers_max": of.workers_max,
-                        "workers_mean": of.workers_mean,
-                        "cost_per_hour": context.priced.then_some(of.cost),
-                        "gpus_mean": (!context.priced).then_some(of.cost),
-                        "attained": of.share,
-                        "digest": format!("{:016x}", of.digest),
-                    })),
-                })),
-                "ideal": ideal_json(&found.ideal),
-                "simulated_requests": found.search_requests,
-                "simulated_requests_in_all": found.all_requests,
-                "grid_requests": found.grid_requests,
-            }),
-            Err(missed) => json!({
-                "load": missed.load,
-                "found": false,
-                "requests": missed.requests,
-                "nearest": missed.nearest.as_ref().map(|(_, row)| row_json(context, row)),
-                "ideal": ideal_json(&missed.ideal),
-            }),
-        })
-        .collect();
+    let answer = |result: &Result<Found, NotFound>| match result {
+        Ok(found) => found_json(context, found),
+        Err(missed) => json!({
+            "load": missed.load,
+            "found": false,
+            "requests": missed.requests,
+            "nearest": missed.nearest.as_ref().map(|(_, row)| row_json(context, row)),
+            "ideal": ideal_json(&missed.ideal),
+        }),
+    };
     let value = json!({
         "schema": 1,
         "model": context.model,
@@ -675,7 +685,7 @@ pub(super) fn json(
             "repeated_prompt_share": context.traffic.repeated,
         },
         "cost": if context.priced { "price" } else { "gpus" },
-        "answers": answers,
+        "answers": results.iter().map(answer).collect::<Vec<_>>(),
         "not_searched": context.excluded.iter().map(|shape| json!({
             "name": shape.name, "reason": shape.reason,
         })).collect::<Vec<_>>(),

@@ -94,7 +94,7 @@ impl PlanAnswer {
     }
 
     /// Shares of requests that miss an objective. Shares near 100 % differ in their distance from it. `points`: at least one.
-    fn misses(&self, title: &str, x: Axis, points: Vec<(f64, f64)>, mark: (f64, String)) -> String {
+    fn misses(&self, title: &str, x: Axis, points: &[(f64, f64)], mark: (f64, String)) -> String {
         let missed = |share: f64| Some(100.0 * (1.0 - share)).filter(|missed| *missed > 0.0);
         let (first, last) = (points[0].0, points[points.len() - 1].0);
         let allowed = missed(self.target);
@@ -140,7 +140,7 @@ impl PlanAnswer {
             charts.push(self.misses(
                 "Requests that miss an objective, by number of workers",
                 Axis::new("workers", ""),
-                points,
+                &points,
                 (f64::from(self.workers), "the answer".into()),
             ));
         }
@@ -154,7 +154,7 @@ impl PlanAnswer {
             charts.push(self.misses(
                 "Requests that miss an objective, by load",
                 Axis::new("load above the stated one", "%"),
-                points,
+                &points,
                 (0.0, String::new()),
             ));
         }

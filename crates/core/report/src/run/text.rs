@@ -179,7 +179,7 @@ impl RunReport {
     /// Pools that scale, and pools that share GPUs.
     fn pool_lines(&self) -> Vec<String> {
         let mut lines = Vec::new();
-        for autoscale in self.autoscale.iter() {
+        if let Some(autoscale) = &self.autoscale {
             for pool in &autoscale.pools {
                 let changes = autoscale.changes.iter().filter(|c| c.pool == pool.name);
                 lines.push(format!(

@@ -160,6 +160,9 @@ pub(super) struct Driver<'a> {
 /// Limit of runs of one shape whose figures are kept: those with the fewest workers.
 const FIGURES_MAX: usize = 4;
 
+/// The result of a run, with its figures if it may be a row of the table.
+type Run = (TrialResult, Option<Answer>);
+
 /// What runs trials.
 #[derive(Clone, Copy)]
 pub(super) struct Means<'a> {
@@ -372,10 +375,10 @@ impl<'a> Driver<'a> {
         expected: &[Option<Vec<u64>>],
         stop_early: bool,
         progress: Option<&Progress>,
-    ) -> anyhow::Result<Vec<(TrialResult, Option<Answer>)>> {
+    ) -> anyhow::Result<Vec<Run>> {
         let next = AtomicUsize::new(0);
         let ended = AtomicUsize::new(0);
-        let results: Vec<Mutex<Option<anyhow::Result<(TrialResult, Option<Answer>)>>>> =
+        let results: Vec<Mutex<Option<anyhow::Result<Run>>>> =
             trials.iter().map(|_| Mutex::new(None)).collect();
         std::thread::scope(|scope| {
             for _ in 0..self.means.jobs.min(trials.len()) {

@@ -65,28 +65,38 @@ fn combinations(args: &Args, model: &ModelShape) -> Vec<Shape> {
         draft_tokens: None,
         prefill_share: None,
     };
-    let mut all = with(vec![first], &axes.gpus, |shape, gpu| shape.gpu = gpu);
+    let mut all = with(vec![first], &axes.gpus, |shape, gpu| {
+        shape.gpu = gpu;
+    });
     all = with(all, &formats(args, model), |shape, dtype| {
-        shape.dtype = dtype
+        shape.dtype = dtype;
     });
     all = with(all, &axes.kv_caches(), |shape, dtype| {
-        shape.kv_cache = dtype
+        shape.kv_cache = dtype;
     });
     all = with(all, &axes.tensor_parallel, |shape, gpus| {
-        shape.tensor_parallel = gpus
+        shape.tensor_parallel = gpus;
     });
     let stages = or_as_given(&axes.pipeline_parallel);
     all = with(all, &stages, |shape, stages| {
-        shape.pipeline_parallel = stages
+        shape.pipeline_parallel = stages;
     });
     let ranks = or_as_given(&axes.data_parallel);
-    all = with(all, &ranks, |shape, ranks| shape.data_parallel = ranks);
+    all = with(all, &ranks, |shape, ranks| {
+        shape.data_parallel = ranks;
+    });
     let experts = or_as_given(&axes.expert_parallel);
-    all = with(all, &experts, |shape, whole| shape.expert_parallel = whole);
+    all = with(all, &experts, |shape, whole| {
+        shape.expert_parallel = whole;
+    });
     let memory = or_as_given(&axes.host_memory);
-    all = with(all, &memory, |shape, gib| shape.host_gib = gib);
+    all = with(all, &memory, |shape, gib| {
+        shape.host_gib = gib;
+    });
     let drafts = or_as_given(&axes.speculation);
-    with(all, &drafts, |shape, tokens| shape.draft_tokens = tokens)
+    with(all, &drafts, |shape, tokens| {
+        shape.draft_tokens = tokens;
+    })
 }
 
 /// Every shape that a cluster file can express and memory can hold.

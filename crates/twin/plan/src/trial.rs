@@ -167,10 +167,9 @@ pub fn run(
 
 impl<'a> Judge<'a> {
     fn new(question: &'a Question<'a>) -> Judge<'a> {
-        let misses = |&expected: &u64| {
-            let misses = allowed(expected, question.target);
-            misses.saturating_mul(question.spare)
-        };
+        // Of all seeds together: each alone may have fewer, as shares are rounded down.
+        let misses =
+            |&expected: &u64| allowed(expected.saturating_mul(question.spare), question.target);
         Judge {
             question,
             ended: vec![(0, 0)],
@@ -259,6 +258,27 @@ impl<'a> Judge<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn seeds_may_have_misses_together_that_none_may_have_alone() {
+        let objectives = Objectives::default();
+        let allowed = |spare| {
+            let question = Question {
+                objectives: &objectives,
+                target: 0.99,
+                expected: Some(&[60, 200]),
+                spare,
+                slower: 1.0,
+                length_s: 1.0,
+                stop_early: true,
+                interrupted: None,
+            };
+            Judge::new(&question).allowed
+        };
+        assert_eq!(allowed(1), [0, 2]);
+        assert_eq!(allowed(3), [1, 6]);
+        assert_eq!(allowed(u64::MAX)[0], allowed(u64::MAX)[1]);
+    }
 
     #[test]
     fn the_share_of_misses_is_rounded_down() {

@@ -1,9 +1,16 @@
 //! The last stage of a search: confirmation on the whole workload with every seed, and the table of the other shapes.
 
+use crate::trial::allowed;
+
 use super::{CHANCE, Choice, Evaluate, Key, ROUNDS_MAX, Search, Sizing, Stage, Trial, TrialResult};
 
 /// Fraction of the allowed misses below which the first seed alone decides.
 const CLEAR: f64 = 0.5;
+
+/// Most misses of a stopped run whose share is no estimate. It runs on before a cheaper size is given up.
+const FEW: u64 = 4;
+/// Factor on the misses that such a run may have.
+const OPEN: u64 = 4;
 
 /// Settings near a good one that are kept on the next part.
 const KEEP_NEAR: usize = 3;
@@ -50,13 +57,13 @@ impl<E: Evaluate> Search<'_, E> {
     /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.
     /// Tries the sizes that miss by chance with the first seed, and one worker less than each of them and than the answer.
     pub(super) fn fewer(&mut self, mut best: Choice, stage: Stage) -> Result<Choice, E::Error> {
-        let mut tried: Vec<Key> = Vec::new();
+        let mut tried: Vec<(Key, u64)> = Vec::new();
         loop {
             let mut trials = self.one_less(&best, stage);
             trials.retain(|trial| {
-                let key = self.key(trial);
-                let is_new = !tried.contains(&key);
-                tried.extend(is_new.then_some(key));
+                let trial = (self.key(trial), trial.spare);
+                let is_new = !tried.contains(&trial);
+                tried.extend(is_new.then_some(trial));
                 is_new
             });
             if trials.is_empty() {
@@ -84,36 +91,52 @@ impl<E: Evaluate> Search<'_, E> {
         }
     }
 
+    /// Whether a run attains, or misses by so little that it may be by chance: one miss more than allowed always is. Unless the run was
+    /// stopped, its misses are counted.
     fn misses_by_chance(&self, of: &TrialResult) -> bool {
-        of.attains || of.share >= 1.0 - CHANCE * (1.0 - self.target)
+        let is_one_more =
+            |&(all, met): &(u64, u64)| all - met <= allowed(all, self.target).saturating_add(1);
+        let close = of.share >= 1.0 - CHANCE * (1.0 - self.target);
+        of.attains || close || of.complete && of.by_class.iter().all(is_one_more)
     }
 
-    /// The trials of a stage that miss by chance and cost less than `best`, and those with one worker less than each of them and than
-    /// `best`. Settings that give one cluster may give several with one worker less.
+    /// Whether a run was stopped at so few misses that its share tells little.
+    fn is_open(of: &TrialResult) -> bool {
+        let misses: u64 = of.by_class.iter().map(|(all, met)| all - met).sum();
+        !of.complete && misses <= FEW
+    }
+
+    /// The trials of a stage that miss by chance, or may, and cost less than `best`, and those with one worker less than each of them and
+    /// than `best`. Settings that give one cluster may give several with one worker less.
     fn one_less(&self, best: &Choice, stage: Stage) -> Vec<Trial> {
         let plain = self.plain.key();
         let of_best = self.key(&self.trial_at(best.shape, best.setting, best.workers, stage));
-        let close = self.seen.iter().filter(|(key, (_, measured))| {
-            (key.3, key.4) == (stage.part, plain) && self.misses_by_chance(measured)
-        });
-        let close = close.map(|(key, _)| *key);
         let mut trials = Vec::new();
-        for (shape, setting, workers, ..) in close.chain([of_best]) {
+        let mut add = |shape: usize, setting: usize, workers: u32, spare: u64| {
             let of = &self.shapes[shape];
-            let settings = 0..of.places.len();
-            let alike =
-                settings.filter(|&other| self.evaluate.same(shape, other, workers) == setting);
-            let less = alike.map(|other| (other, workers - 1));
-            for (setting, workers) in std::iter::once((setting, workers)).chain(less) {
-                if of.cost_of(workers) < best.cost * (1.0 - 1e-9)
-                    && workers >= of.workers_min.max(1)
-                {
-                    // The first seed may have the misses of all.
-                    trials.push(Trial {
-                        spare: stage.seeds,
-                        ..self.trial_at(shape, setting, workers, stage)
-                    });
+            let is_cheaper = of.cost_of(workers) < best.cost * (1.0 - 1e-9);
+            if is_cheaper && workers >= of.workers_min.max(1) {
+                trials.push(Trial {
+                    spare,
+                    ..self.trial_at(shape, setting, workers, stage)
+                });
+            }
+        };
+        let here = |key: &Key| (key.3, key.4) == (stage.part, plain);
+        let seen = self.seen.iter().filter(|(key, _)| here(key));
+        let of_best = std::iter::once((&of_best, true));
+        let seen = seen.map(|(key, (_, result))| (key, self.misses_by_chance(result)));
+        for (&(shape, setting, workers, ..), close) in seen.chain(of_best) {
+            if close {
+                // The first seed may have the misses of all.
+                add(shape, setting, workers, stage.seeds);
+                for other in 0..self.shapes[shape].places.len() {
+                    if self.evaluate.same(shape, other, workers) == setting {
+                        add(shape, other, workers - 1, stage.seeds);
+                    }
                 }
+            } else if Self::is_open(&self.seen[&(shape, setting, workers, stage.part, plain)].1) {
+                add(shape, setting, workers, OPEN * stage.seeds);
             }
         }
         trials

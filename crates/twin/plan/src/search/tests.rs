@@ -16,8 +16,9 @@ struct CapacityModel {
     /// The first setting that gives the same cluster, of a setting and workers.
     same: fn(usize, u32) -> usize,
     load: f64,
-    /// Requests of the whole workload.
+    /// Requests that are simulated for the whole workload, and those that are judged.
     requests: u64,
+    judged: u64,
     parts: Vec<f64>,
     runs: Vec<Trial>,
 }
@@ -47,6 +48,7 @@ impl CapacityModel {
             same: |setting, _| setting,
             load: 8.5,
             requests: 16_000,
+            judged: 1_000_000,
             parts: vec![1.0 / 16.0, 0.25, 1.0],
             runs: Vec::new(),
         }
@@ -62,7 +64,8 @@ impl CapacityModel {
         if let Some(chance) = chance.filter(|_| !is_part) {
             let seed = width::to_usize(of.conditions.seed).min(chance.shares.len() - 1);
             let share = chance.shares[seed];
-            let complete = 1.0 - share <= of.spare as f64 * (1.0 - TARGET) + 1e-9;
+            let misses = self.judged - width::floor_u64(self.judged as f64 * share + 1e-3);
+            let complete = misses <= allowed(self.judged.saturating_mul(of.spare), TARGET);
             return match (complete, chance.burst) {
                 (false, true) => (0.67, false),
                 _ => (share, complete),
@@ -86,13 +89,20 @@ impl Evaluate for CapacityModel {
         self.runs.extend(trials);
         let measure = |t: &Trial| {
             let (share, complete) = self.share(t);
-            let met = width::floor_u64(1e6 * share + 1e-3);
+            // A run that was stopped has one miss more than it may have.
+            let allowed = allowed(self.judged.saturating_mul(t.spare), TARGET);
+            let judged = if complete {
+                self.judged
+            } else {
+                width::floor_u64((allowed + 1) as f64 / (1.0 - share))
+            };
+            let met = width::floor_u64(judged as f64 * share + 1e-3);
             TrialResult {
                 attains: complete && share >= TARGET,
                 complete,
-                by_class: vec![(1_000_000, met)],
+                by_class: vec![(judged, met)],
                 share,
-                judged: 100,
+                judged,
                 digest: mix64(share.to_bits() ^ u64::from(t.workers)) ^ t.setting as u64,
                 requests: (self.parts[t.part] * self.requests as f64) as u64,
             }
@@ -427,6 +437,36 @@ fn fewer_workers_are_tried_beyond_a_burst_of_the_first_seed() {
         ..CapacityModel::new(vec![vec![1.0]])
     };
     assert_eq!(fewer_than_ten(&mut known, 1).workers, 9);
+}
+
+/// Of 60 requests none may miss, and a run is stopped at its first miss. With one miss, ten workers miss by chance; with two they do not.
+#[test]
+fn fewer_workers_are_tried_where_one_more_has_a_single_miss() {
+    for (misses, workers) in [(1.0, 9), (2.0, 11)] {
+        let mut known = CapacityModel {
+            chances: vec![Chance {
+                burst: true,
+                ..chance(10, &[1.0 - misses / 60.0])
+            }],
+            judged: 60,
+            ..CapacityModel::new(vec![vec![1.0]])
+        };
+        let space = candidates(&[1.0], 1);
+        let parts = known.parts.clone();
+        let mut search = Search::new(&space, TARGET, &parts, 2, Conditions::PLAIN, 1, &mut known);
+        search
+            .run(&[search.trial(0, 0, 10), search.trial(0, 0, 11)])
+            .unwrap();
+        let at_11 = Choice {
+            shape: 0,
+            setting: 0,
+            workers: 11,
+            cost: 11.0,
+            share: TARGET,
+        };
+        let stage = search.last_stage();
+        assert_eq!(search.fewer(at_11, stage).unwrap().workers, workers);
+    }
 }
 
 /// The size found by [`Search::fewer`] with three seeds, from ten workers of the first setting, after ten workers of every setting

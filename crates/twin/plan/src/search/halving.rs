@@ -92,39 +92,56 @@ impl<E: Evaluate> Search<'_, E> {
     }
 
     /// Tries other settings of the shapes that are at no size promising with the base: at the largest size that is cheaper than the
-    /// best one.
+    /// best one. A size that is found may leave shapes behind that were promising before, so these are tried then.
     pub(super) fn try_settings(
         &mut self,
         best: Option<Choice>,
         sizes: &mut [Option<(usize, u32)>],
     ) -> Result<(), E::Error> {
-        let least = self.lowest(best, sizes, None);
-        for shape in 0..self.shapes.len() {
-            let of = &self.shapes[shape];
-            let promising = |size: (usize, u32)| self.is_promising(best, sizes, shape, size.1);
-            if of.settings == 1 || sizes[shape].is_some_and(promising) {
-                continue;
+        let mut open: Vec<usize> = (0..self.shapes.len())
+            .filter(|&shape| self.shapes[shape].settings > 1)
+            .collect();
+        loop {
+            let least = self.lowest(best, sizes, None);
+            let (promising, behind): (Vec<usize>, Vec<usize>) = open.iter().partition(|&&shape| {
+                let size = sizes[shape];
+                size.is_some_and(|size| self.is_promising(best, sizes, shape, size.1))
+            });
+            let mut found = false;
+            for shape in behind {
+                found |= self.try_settings_of(shape, least, sizes)?;
             }
-            let workers = if least.is_finite() {
-                of.cheaper_than(least)
-            } else {
-                Some(of.workers_max)
-            };
-            let Some(workers) = workers else { continue };
-            let first = self.setting(shape);
-            let (setting, most) = self.ascend(
-                shape,
-                first,
-                workers,
-                Self::stage_of_part(0),
-                Candidate::neighbors,
-            )?;
-            if most.attains {
-                sizes[shape] = Some((0, workers));
-                self.known[shape] = Some((setting, workers));
+            if !found {
+                return Ok(());
             }
+            open = promising;
         }
-        Ok(())
+    }
+
+    /// Tries other settings of a shape at its largest size that costs less than `least`. Whether one attains.
+    fn try_settings_of(
+        &mut self,
+        shape: usize,
+        least: f64,
+        sizes: &mut [Option<(usize, u32)>],
+    ) -> Result<bool, E::Error> {
+        let of = &self.shapes[shape];
+        let workers = if least.is_finite() {
+            of.cheaper_than(least)
+        } else {
+            Some(of.workers_max)
+        };
+        let Some(workers) = workers else {
+            return Ok(false);
+        };
+        let first = self.setting(shape);
+        let stage = Self::stage_of_part(0);
+        let (setting, most) = self.ascend(shape, first, workers, stage, Candidate::neighbors)?;
+        if most.attains {
+            sizes[shape] = Some((0, workers));
+            self.known[shape] = Some((setting, workers));
+        }
+        Ok(most.attains)
     }
 
     /// Changes one value of a setting at a time, as long as that brings it nearer to the target, until it attains with the

@@ -592,6 +592,14 @@ fn a_value_that_had_no_effect_until_a_run_was_stopped_is_combined_with_others() 
     assert_eq!((best.setting, best.workers), (3, 3));
 }
 
+/// With the base, the first shape needs four workers and is promising beside the third, until the second one is found to need one
+/// worker with its second setting. So does the first, which is cheaper.
+#[test]
+fn shapes_that_a_better_setting_of_another_one_leaves_behind_are_tried() {
+    let known = CapacityModel::new(vec![vec![2.2, 9.0], vec![1.1, 9.0], vec![2.9, 2.9]]);
+    assert_eq!(found(&[5.0, 9.5, 6.0], 4, known), Some((0, 1, 1)));
+}
+
 /// The base setting of the second shape needs two workers, which cost far more than the first shape; its second
 /// setting needs one.
 #[test]

@@ -15,6 +15,7 @@
 //! - [`autoscale`]: the number of workers that each pool should have, as metrics, a file and a webhook.
 //! - [`describe`]: a cluster file from what engines report; [`cached`]: the cache of one engine.
 //! - [`shadow`]: a twin that predicts the times of the fleet's requests.
+//! - [`live`]: settings that a live cluster cannot follow.
 //! - [`server`], [`socket`], [`access_log`], [`spans`], [`metrics`], [`metrics_page`], [`kv_sink`]: parts that servers of modelled engines have as well.
 //!
 //! Each part that runs is a value with a thread of its own, which ends when the value is dropped; those that stay until
@@ -44,6 +45,7 @@ pub mod endpoint_slices;
 pub mod engine_kv;
 mod keys;
 pub mod kv_sink;
+pub mod live;
 pub mod membership;
 pub mod metrics;
 pub mod metrics_page;

@@ -167,7 +167,7 @@ impl SimShard {
     fn remote(&self) -> &Rc<WorkerLinks> {
         match &self.workers.transport {
             Transport::Sockets(remote) => remote,
-            _ => unreachable!("a simulated shard has sockets"),
+            Transport::Rings(_) => unreachable!("a simulated shard has sockets"),
         }
     }
 

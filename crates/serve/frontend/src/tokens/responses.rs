@@ -73,7 +73,7 @@ impl Keep {
             owner: owner(&self.workers, &self.client),
             body: body.into(),
             history: history.into(),
-            memory: memory,
+            memory,
         });
         metrics.responses_stored.add(1);
         metrics.responses_evicted.add(evicted);

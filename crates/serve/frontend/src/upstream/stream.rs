@@ -767,6 +767,24 @@ mod tests {
         assert!(events.sent.is_none());
     }
 
+    #[test]
+    fn the_event_behind_a_long_one_is_read_wherever_a_piece_begins() {
+        for line in ["\n", "\r\n", "\r"] {
+            let end = format!("\"}}{line}: c{line}{line}");
+            let behind = format!("data: {{\"error\":{{\"code\":500}}}}{line}{line}");
+            for at in 0..end.len() {
+                let mut events = EventStream {
+                    end: StreamEnd::new(Api::Completions, 1),
+                    ..EventStream::default()
+                };
+                let begin = ["data: {\"x\":\"", &"a".repeat(EVENT_BYTES_MAX), &end[..at]];
+                events.pass(begin.concat().into(), usize::MAX);
+                events.pass(format!("{}{behind}", &end[at..]).into(), usize::MAX);
+                assert!(events.take_reported().is_some(), "{line:?} {at}");
+            }
+        }
+    }
+
     fn chat(ids: bool) -> EventStream {
         let ids = ids.then(|| TokenIds::new(StreamKind::Chat));
         EventStream::new(StreamEnd::new(Api::Chat, 1), true, ids)

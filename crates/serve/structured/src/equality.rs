@@ -2,8 +2,8 @@
 
 use slipstream_base::width::round_i64;
 
-use crate::Tree;
 use crate::keywords::number;
+use crate::{Number, Tree};
 
 /// A text that two values share exactly if they are equal in JSON Schema: `1` is `1.0`, and members have no order.
 pub(crate) fn canonical(value: &Tree) -> String {
@@ -43,7 +43,7 @@ pub(crate) fn same(one: &Tree, other: &Tree) -> bool {
 }
 
 /// `n` without a fraction that is 0.
-fn whole(n: &serde_json::Number) -> serde_json::Number {
+fn whole(n: &Number) -> Number {
     let value = number(n);
     if n.as_i64().is_none() && n.as_u64().is_none() && value.fract() == 0.0 && value.abs() < 9e18 {
         return round_i64(value).into();

@@ -3,7 +3,7 @@
 use percent_encoding::percent_decode_str;
 use slipstream_base::width::floor_u64;
 
-use crate::Tree;
+use crate::{Number, Tree};
 
 /// The types of values.
 pub(crate) const TYPES: [&str; 7] = [
@@ -48,8 +48,8 @@ pub(crate) const FORMATS: [&str; 17] = [
 ];
 
 /// A JSON number as a float.
-pub(crate) fn number(number: &serde_json::Number) -> f64 {
-    number.as_f64().unwrap_or(f64::NAN)
+pub(crate) fn number(number: &Number) -> f64 {
+    number.as_f64()
 }
 
 /// The types that a schema allows; empty: any.

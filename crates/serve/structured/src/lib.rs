@@ -21,6 +21,7 @@ mod judge;
 mod keywords;
 mod make;
 mod merge;
+mod number;
 mod pattern;
 mod scalars;
 mod tree;
@@ -31,6 +32,7 @@ use slipstream_base::width::to_usize;
 pub use check::check_schema;
 pub use error::FormError;
 pub use make::json_by_schema;
+pub use number::Number;
 pub use tree::{Tree, write_text};
 
 /// Values and subschemas that one text takes at most.

@@ -2,6 +2,8 @@
 
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 
+use crate::Number;
+
 /// A JSON value. Schemas, tools and arguments are shown to models in the order in which clients wrote them, so
 /// objects are lists of members.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,7 +13,7 @@ pub enum Tree {
     /// `true` or `false`
     Bool(bool),
     /// A number.
-    Number(serde_json::Number),
+    Number(Number),
     /// A string.
     Text(String),
     /// An array.
@@ -47,6 +49,13 @@ impl Tree {
             Tree::Array(_) => "array",
             Tree::Object(_) => "object",
         }
+    }
+
+    /// The value as JSON.
+    pub fn to_json(&self) -> Vec<u8> {
+        let mut out = String::new();
+        self.write(&mut out);
+        out.into_bytes()
     }
 
     /// Appends it as Python's `json.dumps` writes it: a space behind `,` and `:`. Templates and models write
@@ -89,7 +98,7 @@ impl From<serde_json::Value> for Tree {
         match value {
             serde_json::Value::Null => Tree::Null,
             serde_json::Value::Bool(value) => Tree::Bool(value),
-            serde_json::Value::Number(number) => Tree::Number(number),
+            serde_json::Value::Number(number) => Tree::Number(number.into()),
             serde_json::Value::String(text) => Tree::Text(text),
             serde_json::Value::Array(elements) => {
                 Tree::Array(elements.into_iter().map(Tree::from).collect())

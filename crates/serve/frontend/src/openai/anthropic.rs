@@ -134,7 +134,7 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
         chat.push(("stream_options".into(), object(counts)));
     }
     chat.push(("messages".into(), Tree::Array(messages)));
-    let chat = serde_json::to_vec(&Tree::Object(chat)).expect("a tree is JSON");
+    let chat = Tree::Object(chat).to_json();
     Ok(MessagesRequest { chat, stream })
 }
 

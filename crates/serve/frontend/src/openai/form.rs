@@ -319,7 +319,7 @@ fn shown_tool(path: &str, tool: &Tree, function: &Tree) -> Result<Tree, ApiError
 fn tree_bool(value: &Tree) -> Option<bool> {
     match value {
         Tree::Bool(value) => Some(*value),
-        Tree::Number(number) => Json::Real(number.as_f64()?).as_bool(),
+        Tree::Number(number) => Json::Real(number.as_f64()).as_bool(),
         Tree::Text(text) => Json::Text(text.as_str().into()).as_bool(),
         _ => None,
     }
@@ -532,7 +532,7 @@ fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
 /// history would end the conversation. Source: `_postprocess_messages` in `vllm/renderers/chat_utils/chat_message.py`.
 fn arguments(value: Json<'_>) -> Tree {
     let tree = match value {
-        Json::Text(text) => Json::parse(&text, ARGUMENT_VALUES_MAX).map(Json::into_tree),
+        Json::Text(text) => Json::parse_python(&text, ARGUMENT_VALUES_MAX).map(Json::into_tree),
         value => Ok(value.into_tree()),
     };
     match tree {

@@ -12,6 +12,7 @@ mod error;
 mod fields;
 mod form;
 mod listing;
+mod literals;
 mod logprobs;
 mod request;
 mod responses;

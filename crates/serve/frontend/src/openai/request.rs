@@ -1,7 +1,6 @@
 //! Requests to the two generating endpoints, parsed and checked.
 
 use std::borrow::Cow;
-use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
 
@@ -13,7 +12,8 @@ use slipstream_structured::Tree;
 use super::error::clip;
 use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field, tool_calls};
-use super::value::{Json, JsonSeed, KeySeed, VALUES_MAX};
+use super::literals::Quoted;
+use super::value::{Bounds, Json, JsonSeed, KeySeed, VALUES_MAX};
 use super::{ApiError, CompletionApi};
 use crate::text::{ImagePart, Message, MessageTools};
 
@@ -650,14 +650,14 @@ pub(super) fn read_members<'a>(
     mut take: impl FnMut(&str, Json<'a>) -> Result<(), ApiError>,
 ) -> Result<(), ApiError> {
     struct Members<'c, K, T> {
-        left: &'c Cell<u32>,
-        known: K,
+        bounds: &'c Bounds<'c>,
+        known: &'c K,
         take: T,
     }
     impl<'de, K, T> Visitor<'de> for Members<'_, K, T>
     where
         K: Fn(&str) -> bool,
-        T: FnMut(&str, Json<'de>),
+        T: FnMut(Cow<'de, str>, Json<'de>),
     {
         type Value = ();
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -666,8 +666,10 @@ pub(super) fn read_members<'a>(
         fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
             while let Some(name) = map.next_key_seed(KeySeed)? {
                 if (self.known)(&name) {
-                    let value = map.next_value_seed(JsonSeed { left: self.left })?;
-                    (self.take)(&name, value);
+                    let value = map.next_value_seed(JsonSeed {
+                        bounds: self.bounds,
+                    })?;
+                    (self.take)(name, value);
                 } else {
                     map.next_value::<IgnoredAny>()?;
                 }
@@ -678,7 +680,7 @@ pub(super) fn read_members<'a>(
     impl<'de, K, T> DeserializeSeed<'de> for Members<'_, K, T>
     where
         K: Fn(&str) -> bool,
-        T: FnMut(&str, Json<'de>),
+        T: FnMut(Cow<'de, str>, Json<'de>),
     {
         type Value = ();
         fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -694,29 +696,41 @@ pub(super) fn read_members<'a>(
             error.valid_up_to()
         ))
     })?;
-    // So that a broken body and a wrong field differ: the JSON is read to its end first.
-    let mut wrong = None;
-    let left = Cell::new(VALUES_MAX);
-    let mut json = serde_json::Deserializer::from_str(body);
-    Members {
-        left: &left,
-        known,
-        take: |name: &str, value| {
-            if wrong.is_none() {
-                wrong = take(name, value).err();
-            }
-        },
+    fn all<'a, K: Fn(&str) -> bool>(
+        body: &'a str,
+        bounds: &Bounds<'_>,
+        known: &K,
+    ) -> Result<Vec<(Cow<'a, str>, Json<'a>)>, ApiError> {
+        let mut all = Vec::new();
+        let mut json = serde_json::Deserializer::from_str(body);
+        let members = Members {
+            bounds,
+            known,
+            take: |name, value| all.push((name, value)),
+        };
+        let read = members.deserialize(&mut json).and_then(|()| json.end());
+        read.map_err(|error| {
+            ApiError::bad_body(if error.is_data() {
+                format!("the body is not a request: {error}")
+            } else {
+                format!("the body is not valid JSON: {error}")
+            })
+        })?;
+        Ok(all)
     }
-    .deserialize(&mut json)
-    .and_then(|()| json.end())
-    .map_err(|error| {
-        ApiError::bad_body(if error.is_data() {
-            format!("the body is not a request: {error}")
-        } else {
-            format!("the body is not valid JSON: {error}")
-        })
-    })?;
-    wrong.map_or(Ok(()), Err)
+    // So that a broken body and a wrong field differ: the JSON is read to its end first.
+    let bounds = Bounds::new(VALUES_MAX);
+    let members = all(body, &bounds, &known)?;
+    if !bounds.loses.get() {
+        return members
+            .into_iter()
+            .try_for_each(|(name, value)| take(&name, value));
+    }
+    let quoted = Quoted::new(body, false);
+    let members = all(&quoted.text, &Bounds::quoted(VALUES_MAX, &quoted), &known)?;
+    members
+        .into_iter()
+        .try_for_each(|(name, value)| take(&name, value.owned()))
 }
 
 pub(super) fn missing(name: &str) -> ApiError {
@@ -817,6 +831,7 @@ pub(super) fn whole(path: &str, value: &Json<'_>, min: u32, max: u32) -> Result<
         Json::Unsigned(n) if (u64::from(min)..=u64::from(max)).contains(n) => Ok(to_u32(*n)),
         Json::Unsigned(n) => Err(outside(n)),
         Json::Negative(n) => Err(outside(n)),
+        Json::Long(n) => Err(outside(n)),
         Json::Real(n) => Err(ApiError::invalid(
             path,
             format!("`{path}` is {n}; it must be a whole number from {min} to {max}"),
@@ -896,7 +911,7 @@ fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
     match &*value.as_whole() {
         Json::Unsigned(n) => Ok(*n),
         Json::Negative(n) => Ok(n.cast_unsigned()),
-        Json::Real(_) => Err(ApiError::invalid(
+        Json::Real(_) | Json::Long(_) => Err(ApiError::invalid(
             path,
             format!("`{path}` must be a whole number from -2^63 to 2^64 - 1"),
         )),
@@ -1007,10 +1022,18 @@ pub(super) fn template_kwargs(
     value: Json<'_>,
 ) -> Result<Vec<(String, Tree)>, ApiError> {
     let wrong = wrong_type(path, "an object", &value);
-    match value.into_tree() {
-        Tree::Object(members) => Ok(members),
-        _ => Err(wrong),
+    let Tree::Object(members) = value.into_tree() else {
+        return Err(wrong);
+    };
+    // Arguments of `apply_chat_template`, which vLLM sets itself (`resolve_chat_template_kwargs` in `vllm/renderers/hf.py`).
+    for name in ["chat_template", "tokenize"] {
+        if members.iter().any(|(known, _)| known == name) {
+            let at = format!("{path}.{name}");
+            let message = format!("`{at}` is not a variable of the template; leave it out");
+            return Err(ApiError::invalid(&at, message));
+        }
     }
+    Ok(members)
 }
 
 fn prompts<'a>(path: &str, value: Json<'a>) -> Result<Vec<PromptInput<'a>>, ApiError> {

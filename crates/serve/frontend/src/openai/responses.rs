@@ -266,7 +266,7 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
         if !history.is_empty() {
             history.push(b',');
         }
-        serde_json::to_writer(&mut history, item).expect("a tree is JSON");
+        history.extend(item.to_json());
     }
     let mut messages = Vec::with_capacity(history.len() + 64);
     if let Some(instructions) = instructions {
@@ -274,14 +274,14 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
             ("role", Tree::Text("system".into())),
             ("content", Tree::Text(instructions)),
         ];
-        serde_json::to_writer(&mut messages, &object(system)).expect("a tree is JSON");
+        messages.extend(object(system).to_json());
         if !history.is_empty() {
             messages.push(b',');
         }
     }
     messages.extend_from_slice(&history);
     // The conversation is copied as it is stored.
-    let mut whole = serde_json::to_vec(&Tree::Object(chat)).expect("a tree is JSON");
+    let mut whole = Tree::Object(chat).to_json();
     whole.pop();
     whole.extend_from_slice(b",\"messages\":[");
     whole.extend_from_slice(&messages);
@@ -314,8 +314,8 @@ fn check_repeated(name: &str, value: &Json<'_>) -> Result<(), ApiError> {
             }
         }
         "max_tool_calls" => match &*value.as_whole() {
-            Json::Unsigned(_) | Json::Negative(_) => Ok(()),
-            Json::Real(n) if n.fract() == 0.0 => Ok(()), // of more than 64 bits
+            Json::Unsigned(_) | Json::Negative(_) | Json::Long(_) => Ok(()),
+            Json::Real(n) if n.fract() == 0.0 => Ok(()),
             other => Err(wrong_type(name, "a whole number", other)),
         },
         "metadata" => match value {

@@ -8,7 +8,9 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use slipstream_base::width::{floor_u64, to_u32};
-use slipstream_structured::Tree;
+use slipstream_structured::{Number, Tree};
+
+use super::literals::Quoted;
 
 /// All whole numbers below 2^53 are exact as real ones.
 const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
@@ -23,6 +25,8 @@ pub(super) enum Json<'a> {
     /// A whole number below 0.
     Negative(i64),
     Real(f64),
+    /// A whole number of more than 64 bits, or one that JSON cannot write.
+    Long(Box<Number>),
     Text(Cow<'a, str>),
     /// An array of numbers that fit into 32 bits, at 4 bytes each: prompts as token ids. Not empty.
     Tokens(Vec<u32>),
@@ -36,7 +40,7 @@ impl<'a> Json<'a> {
         match self {
             Json::Null => "null",
             Json::Bool(_) => "a boolean",
-            Json::Unsigned(_) | Json::Negative(_) | Json::Real(_) => "a number",
+            Json::Unsigned(_) | Json::Negative(_) | Json::Real(_) | Json::Long(_) => "a number",
             Json::Text(_) => "a string",
             Json::Tokens(_) | Json::Array(_) => "an array",
             Json::Object(_) => "an object",
@@ -49,7 +53,10 @@ impl<'a> Json<'a> {
 
     /// Whether it is a number.
     pub(super) fn is_number(&self) -> bool {
-        matches!(self, Json::Unsigned(_) | Json::Negative(_) | Json::Real(_))
+        matches!(
+            self,
+            Json::Unsigned(_) | Json::Negative(_) | Json::Real(_) | Json::Long(_)
+        )
     }
 
     /// The whole number that vLLM reads from `self`, if it reads one: `2.0`, `"2"`, `" 2.00 "` and `true` are numbers
@@ -79,6 +86,7 @@ impl<'a> Json<'a> {
             Json::Unsigned(n) => Some(*n as f64),
             Json::Negative(n) => Some(*n as f64),
             Json::Real(n) => Some(*n),
+            Json::Long(n) => Some(n.as_f64()),
             Json::Bool(b) => Some(f64::from(u8::from(*b))),
             Json::Text(text) => real_of_text(text.trim()),
             _ => None,
@@ -133,7 +141,8 @@ impl<'a> Json<'a> {
             Json::Bool(b) => Tree::Bool(b),
             Json::Unsigned(n) => Tree::Number(n.into()),
             Json::Negative(n) => Tree::Number(n.into()),
-            Json::Real(n) => serde_json::Number::from_f64(n).map_or(Tree::Null, Tree::Number),
+            Json::Real(n) => Tree::Number(n.into()),
+            Json::Long(n) => Tree::Number(*n),
             Json::Text(text) => Tree::Text(text.into_owned()),
             Json::Tokens(numbers) => {
                 let number = |n: u32| Tree::Number(n.into());
@@ -162,11 +171,57 @@ impl<'a> Json<'a> {
 
     /// Parses `text`, which may have `values` values at most.
     pub(super) fn parse(text: &'a str, values: u32) -> Result<Json<'a>, serde_json::Error> {
-        let left = Cell::new(values);
+        let bounds = Bounds::new(values);
+        let value = Json::of_text(text, &bounds)?;
+        if bounds.loses.get() {
+            return Json::parse_quoted(&Quoted::new(text, false), values);
+        }
+        Ok(value)
+    }
+
+    /// Parses `text` as Python's `json` does: with `NaN`, `Infinity`, and floats that are too large.
+    pub(super) fn parse_python(text: &'a str, values: u32) -> Result<Json<'a>, serde_json::Error> {
+        let bounds = Bounds::new(values);
+        match Json::of_text(text, &bounds) {
+            Ok(value) if !bounds.loses.get() => Ok(value),
+            _ => Json::parse_quoted(&Quoted::new(text, true), values),
+        }
+    }
+
+    fn parse_quoted(quoted: &Quoted, values: u32) -> Result<Json<'a>, serde_json::Error> {
+        let bounds = Bounds::quoted(values, quoted);
+        Json::of_text(&quoted.text, &bounds).map(Json::owned)
+    }
+
+    fn of_text(text: &'a str, bounds: &Bounds<'_>) -> Result<Json<'a>, serde_json::Error> {
         let mut json = serde_json::Deserializer::from_str(text);
-        let value = JsonSeed { left: &left }.deserialize(&mut json)?;
+        let value = JsonSeed { bounds }.deserialize(&mut json)?;
         json.end()?;
         Ok(value)
+    }
+
+    /// The same with strings that it owns.
+    pub(super) fn owned<'b>(self) -> Json<'b> {
+        let own = |text: Cow<'_, str>| Cow::Owned(text.into_owned());
+        match self {
+            Json::Null => Json::Null,
+            Json::Bool(b) => Json::Bool(b),
+            Json::Unsigned(n) => Json::Unsigned(n),
+            Json::Negative(n) => Json::Negative(n),
+            Json::Real(n) => Json::Real(n),
+            Json::Long(n) => Json::Long(n),
+            Json::Text(text) => Json::Text(own(text)),
+            Json::Tokens(tokens) => Json::Tokens(tokens),
+            Json::Array(elements) => Json::Array(elements.into_iter().map(Json::owned).collect()),
+            Json::Object(members) => {
+                let members = members.into_iter();
+                Json::Object(
+                    members
+                        .map(|(name, value)| (own(name), value.owned()))
+                        .collect(),
+                )
+            }
+        }
     }
 
     /// The same as a value of `serde_json`.
@@ -178,6 +233,7 @@ impl<'a> Json<'a> {
             Json::Unsigned(n) => n.into(),
             Json::Negative(n) => n.into(),
             Json::Real(n) => n.into(),
+            Json::Long(n) => n.as_f64().into(),
             Json::Text(text) => Value::String(text.into_owned()),
             Json::Tokens(tokens) => tokens.into(),
             Json::Array(elements) => elements.into_iter().map(Json::into_owned).collect(),
@@ -280,22 +336,47 @@ fn without_underscores(text: &str) -> Option<Cow<'_, str>> {
 /// a body of 8 MiB must not become one of 128.
 pub(super) const VALUES_MAX: u32 = 1 << 18;
 
+/// Bounds of a parse, and what it found.
+pub(super) struct Bounds<'c> {
+    /// Values that may still be made.
+    left: Cell<u32>,
+    /// Whether a number lost digits or a type, and has to be parsed from quotes.
+    pub(super) loses: Cell<bool>,
+    quoted: Option<&'c Quoted>,
+}
+
+impl<'c> Bounds<'c> {
+    pub(super) fn new(values: u32) -> Bounds<'c> {
+        Bounds {
+            left: Cell::new(values),
+            loses: Cell::new(false),
+            quoted: None,
+        }
+    }
+
+    pub(super) fn quoted(values: u32, quoted: &'c Quoted) -> Bounds<'c> {
+        Bounds {
+            quoted: Some(quoted),
+            ..Bounds::new(values)
+        }
+    }
+}
+
 /// Parses a [`Json`], counting what it makes.
 #[derive(Clone, Copy)]
 pub(super) struct JsonSeed<'c> {
-    /// Values that may still be made.
-    pub(super) left: &'c Cell<u32>,
+    pub(super) bounds: &'c Bounds<'c>,
 }
 
 impl JsonSeed<'_> {
     fn count<E: serde::de::Error>(self) -> Result<(), E> {
-        let left = self.left.get();
+        let left = self.bounds.left.get();
         if left == 0 {
             return Err(E::custom(format_args!(
                 "the body has more than {VALUES_MAX} values"
             )));
         }
-        self.left.set(left - 1);
+        self.bounds.left.set(left - 1);
         Ok(())
     }
 }
@@ -326,9 +407,24 @@ impl<'de> Visitor<'de> for JsonSeed<'_> {
         Ok(u64::try_from(value).map_or(Json::Negative(value), Json::Unsigned))
     }
     fn visit_f64<E>(self, value: f64) -> Result<Json<'de>, E> {
+        // Perhaps a whole number: below this, the parser keeps them.
+        const KEPT: f64 = 9_223_372_036_854_775_808.0;
+        if value.abs() >= KEPT || (value == 0.0 && value.is_sign_negative()) {
+            self.bounds.loses.set(true);
+        }
         Ok(Json::Real(value))
     }
     fn visit_borrowed_str<E>(self, value: &'de str) -> Result<Json<'de>, E> {
+        if let Some(quoted) = self.bounds.quoted
+            && quoted.is_number(value)
+            && let Some(number) = Number::of_literal(value)
+        {
+            return Ok(match (number.as_u64(), number.as_i64()) {
+                (Some(n), _) => Json::Unsigned(n),
+                (None, Some(n)) => Json::Negative(n),
+                (None, None) => Json::Long(Box::new(number)),
+            });
+        }
         Ok(Json::Text(Cow::Borrowed(value)))
     }
     fn visit_str<E>(self, value: &str) -> Result<Json<'de>, E> {

@@ -46,20 +46,30 @@ pub(super) fn load(dir: &Path, answers: bool) -> Result<Loaded, TextError> {
         .with_truncation(None)
         .expect("no truncation is always possible");
     let config = Config::read(dir)?;
-    let eos = config
-        .eos
-        .as_deref()
-        .and_then(|name| tokenizer.token_to_id(name))
-        .ok_or_else(|| TextError::Eos {
-            dir: dir.into(),
-            named: config.eos.clone(),
-        })?;
+    let eos = match (config.eos.as_deref()).and_then(|name| tokenizer.token_to_id(name)) {
+        Some(eos) => eos,
+        // Prompts end without one.
+        None if !answers => TokenId::MAX,
+        None => {
+            return Err(TextError::Eos {
+                dir: dir.into(),
+                named: config.eos,
+            });
+        }
+    };
     let (origin, templates) = (config.origin.clone(), config.templates()?);
-    let tokens = token_bytes(&tokenizer)?;
-    // Without a normalizer, and with a token for each byte, the tokens' text is the text.
-    let keeps =
-        tokenizer.get_normalizer().is_none() && spelling(&tokenizer)? == Spelling::ByteLevel;
-    let shrinks_to = if keeps { 1 } else { 4 };
+    let spelling = spelling(&tokenizer);
+    if let (true, Spelling::Unknown(decoder)) = (answers, spelling) {
+        return Err(TextError::Decoder(decoder));
+    }
+    let tokens = token_bytes(&tokenizer, spelling)?;
+    let shrinks_to = match spelling {
+        // Without a normalizer, and with a token for each byte, the tokens' text is the text.
+        Spelling::ByteLevel if tokenizer.get_normalizer().is_none() => 1,
+        Spelling::ByteLevel | Spelling::Metaspace => 4,
+        // The token for the unknown stands for a word of any length.
+        Spelling::Prefixed | Spelling::Suffixed | Spelling::Unknown(_) => usize::MAX,
+    };
     let mut hf = Hf {
         tokenizer,
         fast: Err("not loaded".to_owned()),
@@ -67,7 +77,7 @@ pub(super) fn load(dir: &Path, answers: bool) -> Result<Loaded, TextError> {
         shrinks_to,
     };
     // The library decides which tokens are safe; the fast encoder must agree with it about them.
-    let output = output_vocab(&hf, &tokens);
+    let output = output_vocab(&hf, &tokens, spelling);
     hf.fast = fast::load(&json, &hf.tokenizer, &text_of(&tokens, &output));
     let (output, first) = if answers {
         let first = first_vocab(&hf, &tokens, &output, &origin)?;
@@ -289,28 +299,45 @@ enum Spelling {
     ByteLevel,
     /// `▁` for a space, `<0x0A>` for a byte: SentencePiece's way.
     Metaspace,
+    /// A word's first token has no mark: BERT's way, and words without parts.
+    Prefixed,
+    /// A word's last token has a mark, such as `</w>`.
+    Suffixed,
+    /// Another decoder, of this name.
+    Unknown(&'static str),
 }
 
-fn spelling(tokenizer: &Tokenizer) -> Result<Spelling, TextError> {
+fn spelling(tokenizer: &Tokenizer) -> Spelling {
     fn of(decoder: &DecoderWrapper) -> Option<Spelling> {
         match decoder {
             DecoderWrapper::ByteLevel(_) => Some(Spelling::ByteLevel),
             DecoderWrapper::Metaspace(_) | DecoderWrapper::ByteFallback(_) => {
                 Some(Spelling::Metaspace)
             }
+            DecoderWrapper::WordPiece(_) => Some(Spelling::Prefixed),
+            DecoderWrapper::BPE(_) => Some(Spelling::Suffixed),
             DecoderWrapper::Sequence(sequence) => sequence.get_decoders().iter().find_map(of),
             _ => None,
         }
     }
-    tokenizer
-        .get_decoder()
-        .and_then(of)
-        .ok_or(TextError::Decoder)
+    let Some(decoder) = tokenizer.get_decoder() else {
+        // The library writes a space between tokens.
+        return Spelling::Prefixed;
+    };
+    of(decoder).unwrap_or(Spelling::Unknown(match decoder {
+        DecoderWrapper::CTC(_) => "CTC",
+        DecoderWrapper::Replace(_) => "Replace",
+        DecoderWrapper::Fuse(_) => "Fuse",
+        DecoderWrapper::Strip(_) => "Strip",
+        _ => "Sequence",
+    }))
 }
 
 /// The bytes that each token stands for, by id; ids without a token have none.
-fn token_bytes(tokenizer: &Tokenizer) -> Result<Vec<(Vec<u8>, bool)>, TextError> {
-    let spelling = spelling(tokenizer)?;
+fn token_bytes(
+    tokenizer: &Tokenizer,
+    spelling: Spelling,
+) -> Result<Vec<(Vec<u8>, bool)>, TextError> {
     let from_char = byte_level_chars();
     let vocab = tokenizer.get_vocab(true);
     let size = vocab.values().max().map_or(0, |&id| id as usize + 1);
@@ -329,7 +356,11 @@ fn token_bytes(tokenizer: &Tokenizer) -> Result<Vec<(Vec<u8>, bool)>, TextError>
                 .map(|c| from_char.get(c as usize).copied().flatten())
                 .collect::<Option<Vec<u8>>>()
                 .unwrap_or_else(|| text.clone().into_bytes()),
-            Spelling::Metaspace => match byte_of(&text) {
+            Spelling::Prefixed | Spelling::Suffixed => {
+                { decoder.map_or_else(|| format!(" {text}"), |decoder| word(decoder, &text)) }
+                    .into_bytes()
+            }
+            Spelling::Metaspace | Spelling::Unknown(_) => match byte_of(&text) {
                 Some(byte) => vec![byte],
                 None => decoder
                     .map_or(text.clone(), |decoder| piece(decoder, text))
@@ -338,7 +369,11 @@ fn token_bytes(tokenizer: &Tokenizer) -> Result<Vec<(Vec<u8>, bool)>, TextError>
         };
     }
     for (id, added) in tokenizer.get_added_tokens_decoder() {
-        tokens[id as usize].1 = added.special;
+        let token = &mut tokens[id as usize];
+        token.1 = added.special;
+        if matches!(spelling, Spelling::Prefixed | Spelling::Suffixed) {
+            token.0 = added.content.into_bytes();
+        }
     }
     Ok(tokens)
 }
@@ -364,6 +399,26 @@ fn piece(decoder: &DecoderWrapper, text: String) -> String {
             replaced.map_or(text, |parts| parts.concat())
         }
         _ => text,
+    }
+}
+
+/// Decodes a token of a word inside a text by `decoder`.
+fn word(decoder: &DecoderWrapper, text: &str) -> String {
+    match decoder {
+        DecoderWrapper::WordPiece(of) => match text.strip_prefix(&of.prefix) {
+            Some(rest) if !of.prefix.is_empty() => rest.to_owned(),
+            _ => format!(" {text}"),
+        },
+        DecoderWrapper::BPE(of) => text.replace(&of.suffix, " "),
+        DecoderWrapper::Sequence(of) => {
+            let mut parts = of.get_decoders().iter();
+            let words = |part: &&DecoderWrapper| {
+                matches!(part, DecoderWrapper::WordPiece(_) | DecoderWrapper::BPE(_))
+            };
+            let found = parts.find(words);
+            found.map_or_else(|| text.to_owned(), |decoder| word(decoder, text))
+        }
+        _ => text.to_owned(),
     }
 }
 
@@ -409,9 +464,13 @@ const SAFE_MIN: usize = 64;
 const SAFE_MAX: usize = 4096;
 
 /// Tokens that round-trip in any order.
-fn output_vocab(hf: &Hf, tokens: &[(Vec<u8>, bool)]) -> Vec<TokenId> {
+fn output_vocab(hf: &Hf, tokens: &[(Vec<u8>, bool)], spelling: Spelling) -> Vec<TokenId> {
     let spaced = candidates(tokens, |bytes| {
-        bytes.len() >= 3 && bytes[0] == b' ' && bytes[1..].iter().all(u8::is_ascii_lowercase)
+        let word = match spelling {
+            Spelling::Suffixed => bytes.strip_suffix(b" "),
+            _ => bytes.strip_prefix(b" "),
+        };
+        word.is_some_and(|word| word.len() >= 2 && word.iter().all(u8::is_ascii_lowercase))
     });
     stable(hf, tokens, spaced)
 }
@@ -448,7 +507,9 @@ fn first_vocab(
         .take(SAFE_MIN * 4)
         .collect();
     if first.len() < SAFE_MIN {
-        return Err(TextError::OutputVocab { found: first.len() });
+        // Some tokenizers write a space in front of the text behind a special token, so that no answer there comes
+        // back as it was, the model's own included.
+        return Ok(safe.to_vec());
     }
     Ok(first)
 }
@@ -479,33 +540,38 @@ fn stable(hf: &Hf, tokens: &[(Vec<u8>, bool)], mut safe: Vec<TokenId>) -> Vec<To
             clean = 0;
             safe.retain(|token| !unsafe_ones.contains(token));
         }
+        // One that stands alone is not judged.
+        if safe.len() < 2 {
+            safe.clear();
+        }
     }
     safe
 }
 
-/// Those of `order` whose text is not cut into tokens where they begin and end.
+/// Those of `order` whose text is not cut into tokens where they begin and end. The first one is not judged: a
+/// normalizer may put a space in front of it.
 fn not_returned(hf: &Hf, tokens: &[(Vec<u8>, bool)], order: &[TokenId]) -> HashSet<TokenId> {
     let mut got = Vec::new();
     hf.encode(&text_of(tokens, order), false, &mut got);
-    // Places in the text at which the tokens that came back begin, with their ids.
-    let mut at = 0;
-    let starts: HashSet<(usize, TokenId)> = got
-        .iter()
-        .map(|&token| {
-            let start = at;
-            at += tokens[token as usize].0.len();
-            (start, token)
-        })
-        .collect();
-    let mut at = 0;
-    order
-        .iter()
-        .filter(|&&token| {
-            let start = at;
-            at += tokens[token as usize].0.len();
-            !starts.contains(&(start, token))
-        })
-        .copied()
+    // Places in the text at which tokens end, counted from its end, with their ids.
+    let ends = |ids: &[TokenId]| -> Vec<(usize, TokenId)> {
+        let mut behind = 0;
+        let mut ends: Vec<(usize, TokenId)> = (ids.iter().rev())
+            .map(|&token| {
+                let end = behind;
+                behind += tokens[token as usize].0.len();
+                (end, token)
+            })
+            .collect();
+        ends.reverse();
+        ends
+    };
+    let returned: HashSet<(usize, TokenId)> = ends(&got).into_iter().collect();
+    ends(order)
+        .into_iter()
+        .skip(1)
+        .filter(|place| !returned.contains(place))
+        .map(|(_, token)| token)
         .collect()
 }
 

@@ -173,10 +173,10 @@ pub enum TextError {
     },
     /// The tokens cannot be turned into bytes.
     #[error(
-        "the tokenizer's decoder is neither `ByteLevel` nor `Metaspace` or `ByteFallback`; use a \
-         tokenizer from which the text can be had back, or the built-in one"
+        "answers cannot be made of the tokenizer's tokens: its decoder, `{0}`, is not `ByteLevel`, `Metaspace`, \
+         `ByteFallback`, `WordPiece` or `BPEDecoder`; use another tokenizer, or the built-in one"
     )]
-    Decoder,
+    Decoder(&'static str),
     /// The highest id is beyond reason.
     #[error("the tokenizer has ids up to {0}; at most 4,194,304 are taken")]
     VocabSize(usize),
@@ -295,13 +295,13 @@ impl TextModel {
     /// A lower bound of the tokens of a text of `bytes` bytes, without a look at it.
     ///
     /// Exact for tokenizers that keep every byte. Others may normalize a text to a shorter one: the bound
-    /// allows for a quarter.
+    /// allows for a quarter. 0 for vocabularies of words, whose token for the unknown has any length.
     pub fn tokens_min(&self, bytes: usize) -> usize {
         let shrinks = match &self.codec {
             Codec::Builtin(_) => 1,
             Codec::HuggingFace(hf) => hf.shrinks_to(),
         };
-        bytes / (self.token_bytes_max * shrinks)
+        bytes / self.token_bytes_max.saturating_mul(shrinks)
     }
 
     /// Bytes of the longest token of answers as the inside of a JSON string.
@@ -452,7 +452,7 @@ impl TextModel {
 
     /// Tokens that answers may begin with: where the chat template trims messages, a first
     /// token with a space in front would come back as another. Else the same as
-    /// [`output_vocab`](Self::output_vocab).
+    /// [`output_vocab`](Self::output_vocab), also if no token would come back.
     pub fn first_vocab(&self) -> Arc<[TokenId]> {
         self.first_vocab.clone()
     }

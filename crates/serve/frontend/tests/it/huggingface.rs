@@ -200,6 +200,177 @@ fn sentencepiece_like_vocabularies_work() {
     assert!(error.to_string().contains("/v1/completions"), "{error}");
 }
 
+/// Words of two letters and more, whose tokens differ from those of their parts.
+fn words() -> Vec<String> {
+    let letters = |from: char, to: char| (from..=to).collect::<Vec<char>>();
+    let (first, second) = (letters('a', 'j'), letters('k', 't'));
+    let pair = |a: &char| second.iter().map(move |b| format!("{a}{b}")).collect();
+    first
+        .iter()
+        .flat_map(|a| -> Vec<String> { pair(a) })
+        .collect()
+}
+
+/// Parts of a `tokenizer.json` and a template, by the family that is built so.
+fn families() -> Vec<(&'static str, Value, &'static str)> {
+    let inst = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
+                {% else %} {{ m.content|trim }} </s>{% endif %}{% endfor %}";
+    let marked = "{% for m in messages %}</s>{{ m.content }}{% endfor %}";
+    let vocab = |names: Vec<String>| -> Value {
+        let mut ids = serde_json::Map::new();
+        for name in names {
+            let next = ids.len();
+            ids.entry(name).or_insert(next.into());
+        }
+        ids.into()
+    };
+    let begin = || ["<unk>".to_owned(), "</s>".to_owned()].into_iter();
+    let letters = || ('a'..='z').map(String::from);
+    let spaced = ["▁".to_owned(), "▁▁".to_owned()].into_iter();
+    let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
+    let starts = ('a'..='j').map(|first| format!("▁{first}"));
+    let names = begin()
+        .chain(bytes)
+        .chain(spaced)
+        .chain(letters())
+        .chain(starts);
+    let names = names.chain(words().into_iter().map(|word| format!("▁{word}")));
+    // Runs of spaces come before all others, as in Llama-2.
+    let merges = ["▁ ▁".to_owned()].into_iter();
+    let merges = merges.chain(('a'..='j').map(|first| format!("▁ {first}")));
+    let merges = merges.chain(
+        words()
+            .into_iter()
+            .map(|word| format!("▁{} {}", &word[..1], &word[1..])),
+    );
+    let model = json!({"type": "BPE", "byte_fallback": true, "unk_token": "<unk>", "fuse_unk": true,
+                       "vocab": vocab(names.collect()), "merges": merges.collect::<Vec<_>>()});
+    let mut decoders = sentencepiece_decoders();
+    decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    let llama = json!({
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": null,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    });
+    let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false});
+    let mistral = json!({"normalizer": null, "pre_tokenizer": metaspace, "decoder": metaspace,
+                         "model": model});
+    let parts = letters().chain(letters().map(|letter| format!("##{letter}")));
+    let bert = json!({
+        "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+                       "strip_accents": null, "lowercase": true},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": true},
+        "model": {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "##",
+                  "max_input_chars_per_word": 100,
+                  "vocab": vocab(begin().chain(parts).chain(words()).collect())},
+    });
+    let level = json!({
+        "normalizer": null, "pre_tokenizer": {"type": "Whitespace"}, "decoder": null,
+        "model": {"type": "WordLevel", "unk_token": "<unk>",
+                  "vocab": vocab(begin().chain(words()).collect())},
+    });
+    let ended = words()
+        .into_iter()
+        .map(|word| format!("{word}</w>"))
+        .collect::<Vec<_>>();
+    let ends = letters().map(|letter| format!("{letter}</w>"));
+    let merges = words()
+        .into_iter()
+        .map(|word| format!("{} {}</w>", &word[..1], &word[1..]));
+    let gpt = json!({
+        "normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"},
+        "decoder": {"type": "BPEDecoder", "suffix": "</w>"},
+        "model": {"type": "BPE", "unk_token": "<unk>", "end_of_word_suffix": "</w>",
+                  "vocab": vocab(begin().chain(letters()).chain(ends).chain(ended).collect()),
+                  "merges": merges.collect::<Vec<_>>()},
+    });
+    vec![
+        ("Llama-2", llama.clone(), inst),
+        ("Llama-2, text behind a special token", llama, marked),
+        ("Mistral", mistral.clone(), inst),
+        ("Mistral, text behind a special token", mistral, marked),
+        ("BERT", bert, marked),
+        ("words", level, marked),
+        ("GPT", gpt, marked),
+    ]
+}
+
+fn written(parts: &Value, config: &Value) -> TempDir {
+    let mut json = json!({
+        "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
+        "added_tokens": [{"id": 1, "content": "</s>", "single_word": false, "lstrip": false,
+                          "rstrip": false, "normalized": false, "special": true}],
+    });
+    for (name, part) in parts.as_object().unwrap() {
+        json[name] = part.clone();
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+    fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    dir
+}
+
+/// Answers of a modelled server come back as their tokens, but for what a normalizer does at the begin.
+#[test]
+fn servers_start_with_every_family_of_tokenizers() {
+    for (family, parts, template) in families() {
+        let dir = written(
+            &parts,
+            &json!({"eos_token": "</s>", "chat_template": template}),
+        );
+        let model = TextModel::load(dir.path()).unwrap_or_else(|error| panic!("{family}: {error}"));
+        let vocab = model.output_vocab();
+        assert_eq!(vocab.len(), 100, "{family}");
+        assert!(model.first_vocab().len() >= 64, "{family}");
+        for seed in 0..20usize {
+            let answer: Vec<u32> = (0..40)
+                .map(|at| vocab[(seed * 31 + at * at * 7) % vocab.len()])
+                .collect();
+            let text: Vec<u8> = answer
+                .iter()
+                .flat_map(|&token| model.token_bytes(token).to_vec())
+                .collect();
+            let back = encode(&model, std::str::from_utf8(&text).unwrap());
+            assert!(
+                back.ends_with(&answer[1..]),
+                "{family}: {back:?} {answer:?}"
+            );
+            assert_eq!(
+                model.decode(&back).trim(),
+                model.decode(&answer).trim(),
+                "{family}"
+            );
+        }
+        // A word of any length may be one token.
+        let long = "é".repeat(4000);
+        let tokens = encode(&model, &long).len();
+        assert!(model.tokens_min(long.len()) <= tokens, "{family}");
+    }
+}
+
+/// A router starts with any tokenizer: with no end of sequence, and with a decoder that no answer could be made of.
+#[test]
+fn a_router_starts_with_every_tokenizer() {
+    for (family, mut parts, _) in families() {
+        for decoder in [
+            parts["decoder"].clone(),
+            Value::Null,
+            json!({"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}),
+            json!({"type": "Sequence", "decoders": [{"type": "Fuse"}]}),
+        ] {
+            parts["decoder"] = decoder;
+            let dir = written(&parts, &json!({}));
+            let model = TextModel::load_for_prompts(dir.path())
+                .unwrap_or_else(|error| panic!("{family}: {error}"));
+            assert!(!encode(&model, "ak bl").is_empty(), "{family}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_used_is_refused_with_the_reason() {
     let check = |dir: &Path, part: &str| {
@@ -245,10 +416,10 @@ fn what_cannot_be_used_is_refused_with_the_reason() {
 
     let dir = export(|name, json| {
         if name == "tokenizer.json" {
-            json["decoder"] = Value::Null;
+            json["decoder"] = json!({"type": "Fuse"});
         }
     });
-    check(dir.path(), "decoder is neither");
+    check(dir.path(), "its decoder, `Fuse`, is not");
 
     // Lower-casing loses nothing that answers have, but a cut behind two letters leaves no word.
     let dir = export(|name, json| {

@@ -99,6 +99,8 @@ VARIABLES = {
     "f": 2.5,
     "big": 1e20,
     "tiny": 0.00001234,
+    "long": 98765432109876543210,
+    "longs": [-98765432109876543210, 2**64, -(2**63) - 1, 10**40],
     "yes": True,
     "no": False,
     "nil": None,
@@ -166,6 +168,11 @@ class Cases:
                 "'-12'",
                 "'3.75'",
                 "'%5'",
+                "'<\\/a>\\d'",
+                "'\\a\\v\\101\\400\\U0001F600'",
+                '"\\"\\\'\\é"',
+                "'a\\r\\nb\\r\\n'",
+                "long|string",
             ],
             [
                 lambda d: f"{a(d)} ~ {self.one(self.text, self.whole, self.flag)(d)}",
@@ -186,6 +193,13 @@ class Cases:
                 lambda d: f"({a(d)})[{self.slice(d)}]",
                 lambda d: f"{a(d)}|{self.one('first', 'last')}",
                 lambda d: f"({a(d)} * {self.one(0, 1, 2, 3)})",
+                lambda d: f"{a(d)}|{self.one('urlencode', 'striptags', 'safe|e', 'e|e', 'e|escape')}",
+                lambda d: f"{self.one('d', 'rows[0]', '[(`a b`, s)]', '{1: s}')}|urlencode".replace("`", "'"),
+                lambda d: "{'a': " + a(d) + ", 'b': none, 'c-d': 1}|xmlattr" + self.one("", "(false)"),
+                lambda d: f"({self.whole(d)})|abs|filesizeformat{self.one('', '(true)', '(binary=true)')}",
+                lambda d: f"{self.one('n', 'long', 'big', '1', '999', '1024 ** 3')}|filesizeformat",
+                lambda d: f"(rows[:3]|{self.one('max', 'min')}(attribute='n')).name",
+                lambda d: f"strftime_now({self.one('', 'format=')}'%C {self.one('%n', '%t', '%%', '%Q', '%E')}')",
                 lambda d: f"{self.any(d)}|string",
                 lambda d: (
                     self.json(d)
@@ -288,6 +302,7 @@ class Cases:
                 lambda d: f"({n(d)} {self.one('//', '%')} {self.one('2', '3', '(-3)', '7')})",
                 lambda d: f"({self.one('2', '3', '(-2)', 'n')} ** {self.one('0', '1', '2', '5')})",
                 lambda d: f"(-{n(d)})",
+                lambda d: f"({self.one('', '2 * ', '1 - ')}+{n(d)})",
                 lambda d: (
                     f"{self.one(self.text, self.array, self.mapping)(d)}|{self.one('length', 'count')}"
                 ),
@@ -353,6 +368,8 @@ class Cases:
             depth,
             ["yes", "no", "true", "False", "none", "missing", "n", "e", "empty", "d", "xs"],
             [
+                lambda d: self.generator(),
+                lambda d: f"({self.generator()} is {self.one('sequence', 'iterable', 'string', 'mapping', 'defined')})",
                 lambda d: f"({b(d)} {self.one('and', 'or')} {b(d)})",
                 lambda d: f"(not {b(d)})",
                 lambda d: (
@@ -479,6 +496,8 @@ class Cases:
             [
                 lambda d: "{" + f"'k': {self.any(d)}, 'l': {self.any(d)}" + "}",
                 lambda d: f"dict(a={self.any(d)}, b={self.whole(d)})",
+                lambda d: f"dict([('k', {self.any(d)}), ['l', 1]]{self.one('', ', k=2')})",
+                lambda d: f"dict({self.one('d', 'rows[0]')}.items(), z={self.any(d)})",
                 lambda d: f"dict({self.one('d', 'rows[0]')}, z={self.any(d)})",
                 lambda d: f"{m(d)}.copy()",
                 lambda d: f"({m(d)} if {self.flag(d)} else {m(d)})",
@@ -486,6 +505,20 @@ class Cases:
                 lambda d: f"rows|{self.one('first', 'last')}",
             ],
         )
+
+    def generator(self):
+        """A value that can be iterated over once, and is true."""
+        return "(" + self.one(
+            "rows|selectattr('nope')",
+            "rows|rejectattr('name')",
+            "xs|map('string')",
+            "empty|map('upper')",
+            "xs|select('gt', 9)",
+            "xs|reject('odd')",
+            "empty|batch(2)",
+            "rows[0]|items",
+            "empty|reverse",
+        ) + ")"
 
     def json(self, depth=2):
         """A value of JSON's types."""
@@ -505,6 +538,8 @@ class Cases:
                 "{}",
                 "[]",
                 "'a/b<c>&\\u2028 😀'",
+                "long",
+                "longs",
             ],
             [
                 lambda d: f"[{self.json(d)}, {self.json(d)}]",
@@ -660,6 +695,38 @@ class Cases:
                 + t("endfor")
                 + "{{ ns.c }}{{ ns.l }}"
             ),
+            lambda: t(f"set g = {self.generator()}") + self.one(
+                "{{ g|join }}{{ g|list }}{% for x in g %}{{ x }}{% endfor %}",
+                "{% for x in g %}{{ loop.length }}{{ loop.last }}{{ x }}{% else %}-{% endfor %}{{ g|list }}",
+                "{{ g|first }}{{ g|list }}{{ g|join }}",
+                "{{ g[0] }}{{ g[1:] }}{{ g|list|length }}",
+                "{{ g|tojson }}",
+                "{{ g|length }}",
+                "{{ g|last }}",
+            ),
+            lambda: t(f"set {name}, y = {self.one(repr('xy'), 'xs[:2]', 'words[:2]|map(`upper`)', '(1, 2)')}".replace("`", "'"))
+            + f"{{{{ {name} }}}}{{{{ y }}}}",
+            lambda: t(f"set j = joiner({self.one('', repr('|'), 'sep=' + repr(';'), '1')})")
+            + t("for x in xs")
+            + "{{ j() }}{{ x }}"
+            + t("endfor"),
+            lambda: t(f"set c = cycler({self.one('1', '1, none', repr('a') + ', 2.5, xs')})")
+            + "{{ c.current }}"
+            + t("for x in xs")
+            + "{{ c.next() }}{{ c.current }}"
+            + t("endfor")
+            + "{{ c.reset() }}{{ c.next() }}",
+            lambda: t("set ns = namespace([('a', 1)], b=2)")
+            + t("set ns.a = ns.a + ns.b")
+            + "{{ ns.a }}"
+            + self.one("", "{{ ns|tojson }}"),
+            lambda: t(f"set r = range({self.one('5', '2, 9, 3', '5, 0, -2')})")
+            + self.one("{{ r[1] }}{{ r[-1] }}{{ r|length }}{{ 2 in r }}", "{{ r|tojson }}", "{{ r|list|tojson }}{{ r|sum }}"),
+            lambda: t(f"autoescape {self.one('true', 'false')}")
+            + self.one("{{ s }}", "{{ s|safe }}", "{{ s|e }}", "{{ xs }}")
+            + t("endautoescape")
+            + "{{ s }}",
+            lambda: "{{+ " + self.whole(1) + " }}",
             lambda: (
                 t(f"macro m(a, b={self.one('1', repr('q'), 'a')})")
                 + "{{ a }}|{{ b }}"
@@ -811,6 +878,8 @@ ARGUMENTS = [
     {"city": "Zürich", "count": 2},
     {"q": 'a "b"', "tags": ["x", "y"], "filter": {"a": True, "b": None}, "items": 1.5},
     {"text": "two\nlines", "n": -1, "values": [1, 2.0, 1e30]},
+    {"id": 98765432109876543210, "ids": [-(2**63) - 1, 10**40], "zero": -0.0},
+    {"x": float("nan"), "y": [float("inf"), -float("inf")], "id": 2**64},
 ]
 
 

@@ -125,3 +125,60 @@ def test_render_takes_a_tokenizers_directory(binary, tmp_path):
     run = subprocess.run(command, input="", capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "chat_template.jinja is not valid Jinja: line 2" in run.stderr, run.stderr
+
+
+def test_numbers_are_pythons(binary):
+    """In arguments of calls, tools and variables: digits, types and the literals that only Python has."""
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }} {{ k }} {{ [k] }}"
+    draw = random.Random(SEED)
+    numbers = ["-0", "-0.0", "18446744073709551615", "18446744073709551616", "-9223372036854775809"]
+    numbers += ["1e400", "-1E400", "1.0", "1.10", "1e2", "100000000000000000000.0", "5e-324"]
+    numbers += [f"{draw.choice(['', '-'])}{draw.randrange(1, 10 ** draw.randrange(1, 60))}" for _ in range(CASES)]
+    bodies, expected = [], []
+    for number in numbers:
+        # A body's own numbers are JSON's.
+        own = "1" if "400" in number else number
+        arguments = f'{{"id": {number}, "more": [NaN, -Infinity, {number}], "text": "\\"{number}"}}'
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        tools = f'[{{"type": "function", "function": {{"name": "f", "description": "", "parameters": {{"type": "object", "maximum": {own}}}}}}}]'
+        bodies.append(
+            f'{{"messages": {json.dumps(said)}, "tools": {tools}, "chat_template": {json.dumps(source)}, '
+            f'"chat_template_kwargs": {{"k": {own}}}}}\n'
+        )
+        value = json.loads(own)
+        shown = json.dumps(json.loads(tools))
+        expected.append(f"{json.dumps(json.loads(arguments))} {shown} {value} {[value]}")
+    command = [binary, "tokenizer", "render"]
+    run = subprocess.run(command, input="".join(bodies), capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in run.stdout.split("\n")[:-1]]
+    compare(expected, lines, numbers)
+    assert len(lines) == len(numbers)
+
+
+def test_variables_of_the_request(binary):
+    """As vLLM: `documents` is a variable, and arguments of `apply_chat_template` are none."""
+    user = [{"role": "user", "content": "x"}]
+    source = "{{ documents | tojson }}"
+    documents = [{"title": "T", "text": "é"}]
+    body = {"messages": user, "chat_template": source}
+    shown = render(binary, [body, {**body, "chat_template_kwargs": {"documents": documents}}])
+    assert shown == [{"prompt": "null"}, {"prompt": json.dumps(documents, ensure_ascii=False)}]
+    for name in ("chat_template", "tokenize"):
+        [shown] = render(binary, [{**body, "chat_template_kwargs": {name: True}}])
+        assert f"chat_template_kwargs.{name}" in shown["error"], shown
+
+
+def test_what_is_not_supported_is_the_templates_fault(binary):
+    user = [{"role": "user", "content": "x"}]
+    for source, part in [
+        ("\n{{ lipsum() }}", "line 2: unknown function: `lipsum` is not supported"),
+        ("{{ [1] | random }}", "line 1: unknown filter: `random` is not supported"),
+        ("{{ 'a' | wordwrap(3) }}", "line 1: unknown filter: `wordwrap`"),
+        ("{{ 'a'.encode() }}", "line 1: unknown method: "),
+        ("{{ nosuch() }}", "line 1: unknown function: "),
+        ("\n\n{{ '\\N{BULLET}' }}", "line 3: characters by name"),
+    ]:
+        [shown] = render(binary, [{"messages": user, "chat_template": source}])
+        assert part in shown.get("error", ""), (source, shown)
+        assert "refused the messages" not in shown["error"], shown

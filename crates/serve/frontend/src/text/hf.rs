@@ -491,7 +491,9 @@ fn first_vocab(
     let fails = |error: TextError| TextError::TemplateFails {
         origin: origin.to_owned(),
         message: match error {
-            TextError::Template(message) => message,
+            TextError::Template(message) | TextError::TemplateUnsupported { message, .. } => {
+                message
+            }
             other => other.to_string(),
         },
     };

@@ -7,6 +7,7 @@
 //! - [`StopMatcher`]: stop strings in a growing text.
 
 mod builtin;
+mod clock;
 mod detok;
 mod export;
 mod fast;
@@ -105,13 +106,21 @@ pub struct ChatOptions<'a> {
 
 /// Why a tokenizer could not be loaded, or could not render a chat.
 ///
-/// Only [`Template`](TextError::Template), [`TooLong`](TextError::TooLong) and
+/// Only [`Template`](TextError::Template), [`TemplateUnsupported`](TextError::TemplateUnsupported), [`TooLong`](TextError::TooLong) and
 /// [`NoTemplate`](TextError::NoTemplate) come from a model that was loaded; it stays.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// The template refused the chat, or failed on it. The request's fault.
     #[error("the chat template refused the messages: {0}")]
     Template(String),
+    /// The template uses what Jinja2 has not, or what is not supported.
+    #[error("the chat template of {origin} uses what is not supported: {message}")]
+    TemplateUnsupported {
+        /// Its file.
+        origin: String,
+        /// The line, and the name.
+        message: String,
+    },
     /// The chat is longer than the caller takes. The request's fault.
     #[error("the chat has at least {tokens} tokens")]
     TooLong {

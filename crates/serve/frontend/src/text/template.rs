@@ -2,17 +2,17 @@
 
 use std::borrow::Cow;
 
-use minijinja::value::Serde;
+use minijinja::value::{Kwargs, Rest, Serde};
 use minijinja::{Environment, Value};
 use serde::Serialize;
-use slipstream_base::width::to_usize;
-use slipstream_structured::Tree;
 
-use super::{ChatOptions, Message, TextError, jinja};
+use super::{ChatOptions, Message, TextError, clock, jinja};
 
 /// A parsed chat template, with the tokens it may name.
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
+    /// Its file.
+    origin: String,
     /// Special tokens by the names that they have in templates, such as `bos_token`.
     special: Vec<(String, String)>,
     /// Whether a message's content is a list of parts for it.
@@ -47,6 +47,7 @@ impl ChatTemplate {
             .map_err(|error| wrong(jinja::reason(&error)))?;
         Ok(ChatTemplate {
             environment,
+            origin: origin.to_owned(),
             special,
             takes_parts,
             knows_developers,
@@ -113,8 +114,8 @@ impl ChatTemplate {
             thinking: Option<&'a str>,
             role: &'a str,
             content: Content<'a>,
-            #[serde(skip_serializing_if = "<[Tree]>::is_empty")]
-            tool_calls: &'a [Tree],
+            #[serde(skip_serializing_if = "Vec::is_empty")]
+            tool_calls: Vec<Value>,
             #[serde(skip_serializing_if = "Option::is_none")]
             reasoning: Option<&'a str>,
             #[serde(skip_serializing_if = "Option::is_none")]
@@ -131,7 +132,7 @@ impl ChatTemplate {
                 role: &message.role,
                 content: Content::of(message, takes_parts && !(joined && at == 0)),
                 name: message.name.as_deref(),
-                tool_calls: message.calls(),
+                tool_calls: message.calls().iter().map(jinja::value).collect(),
                 tool_call_id: message.tools.as_ref().and_then(|t| t.call_id.as_deref()),
                 reasoning: message.reasoning.as_deref(),
                 reasoning_content: message.reasoning.as_deref(),
@@ -139,14 +140,21 @@ impl ChatTemplate {
             })
             .collect();
         let now = options.now_unix_s;
-        let strftime_now = Value::from_function(move |format: String| strftime(&format, now));
+        let strftime_now = Value::from_function(move |args: Rest<Value>, kwargs: Kwargs| {
+            let format = jinja::one_text("strftime_now", "format", &args, kwargs)?;
+            Ok::<_, minijinja::Error>(clock::strftime(&format, now))
+        });
         // As in `transformers`, the request's variables replace special tokens; ours replace them.
         let special = self.special.iter();
         let mut variables: Vec<(&str, Value)> = special
             .map(|(name, token)| (name.as_str(), Value::from(token.as_str())))
             .collect();
+        variables.extend([
+            ("documents", Value::from(())),
+            ("strftime_now", strftime_now),
+        ]);
         let kwargs = options.template_kwargs.iter();
-        variables.extend(kwargs.map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
+        variables.extend(kwargs.map(|(name, value)| (name.as_str(), jinja::value(value))));
         variables.extend([
             ("messages", Value::from(Serde(&messages))),
             (
@@ -157,16 +165,20 @@ impl ChatTemplate {
                 "tools",
                 match options.tools {
                     [] => Value::from(()),
-                    tools => Value::from(Serde(tools)),
+                    tools => tools.iter().map(jinja::value).collect(),
                 },
             ),
-            ("documents", Value::from(())),
-            ("strftime_now", strftime_now),
         ]);
         self.environment
             .get_template(NAME)
             .and_then(|template| template.render(Value::from_pairs(variables)))
-            .map_err(|error| TextError::Template(jinja::reason(&error)))
+            .map_err(|error| match jinja::failure(&error) {
+                jinja::Failure::Refused(reason) => TextError::Template(reason),
+                jinja::Failure::Unsupported(reason) => TextError::TemplateUnsupported {
+                    origin: self.origin.clone(),
+                    message: reason,
+                },
+            })
     }
 }
 
@@ -247,102 +259,10 @@ fn without_developers<'a>(messages: &[Message<'a>], takes_parts: bool) -> (Vec<M
     (messages, true)
 }
 
-/// C's `strftime` at `unix_s`, UTC, for the codes that templates use; others stay as they are.
-fn strftime(format: &str, unix_s: u64) -> String {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = [
-        "Sunday",
-        "Monday",
-        "Tuesday",
-        "Wednesday",
-        "Thursday",
-        "Friday",
-        "Saturday",
-    ];
-    let days = unix_s / 86_400;
-    let (year, month, day) = civil(days);
-    let second = unix_s % 86_400;
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    let month_name = MONTHS[to_usize(month) - 1];
-    // 1970-01-01 was a Thursday.
-    let day_name = DAYS[to_usize((days + 4) % 7)];
-    let mut out = String::with_capacity(format.len() + 16);
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let two = |number: u64| format!("{number:02}");
-        let shown = match chars.next() {
-            Some('Y') => year.to_string(),
-            Some('y') => two(year % 100),
-            Some('m') => two(month),
-            Some('d') => two(day),
-            Some('B') => month_name.into(),
-            Some('b') => month_name[..3].into(),
-            Some('A') => day_name.into(),
-            Some('a') => day_name[..3].into(),
-            Some('H') => two(hour),
-            Some('M') => two(minute),
-            Some('S') => two(second),
-            Some('%') | None => "%".into(),
-            Some(other) => format!("%{other}"),
-        };
-        out.push_str(&shown);
-    }
-    out
-}
-
-/// Year, month and day of a day counted from 1970-01-01, in the Gregorian calendar.
-fn civil(mut days: u64) -> (u64, u64, u64) {
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    // 400 years have 146,097 days, whatever year they begin with.
-    let mut year = 1970 + days / 146_097 * 400;
-    days %= 146_097;
-    while days >= 365 + u64::from(leap(year)) {
-        days -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let lengths = [
-        31,
-        28 + u64::from(leap(year)),
-        31,
-        30,
-        31,
-        30,
-        31,
-        31,
-        30,
-        31,
-        30,
-        31,
-    ];
-    let mut month = 0;
-    while days >= lengths[month] {
-        days -= lengths[month];
-        month += 1;
-    }
-    (year, month as u64 + 1, days + 1)
-}
-
 #[cfg(test)]
 mod tests {
+    use slipstream_structured::Tree;
+
     use super::*;
 
     fn render(source: &str, messages: &[(&str, &str)]) -> Result<String, String> {
@@ -450,19 +370,5 @@ mod tests {
             render("{{ {'a': [1, '<b>']} | tojson }}", &[]).unwrap(),
             r#"{"a": [1, "<b>"]}"#
         );
-    }
-
-    #[test]
-    fn dates_are_those_of_the_calendar() {
-        // `date --utc --date @N +FORMAT`
-        for (unix_s, shown) in [
-            (0, "Thu 01 January 1970 00:00:00"),
-            (951_782_400, "Tue 29 February 2000 00:00:00"),
-            (1_783_000_000, "Thu 02 July 2026 13:46:40"),
-            (4_107_542_400, "Mon 01 March 2100 00:00:00"),
-        ] {
-            assert_eq!(strftime("%a %d %B %Y %H:%M:%S", unix_s), shown);
-        }
-        assert_eq!(strftime("%b %y %% %q %", 0), "Jan 70 % %q %");
     }
 }

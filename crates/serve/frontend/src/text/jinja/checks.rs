@@ -3,6 +3,7 @@
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
+use super::objects::LongInteger;
 use super::python;
 
 /// Adds them to `environment`.
@@ -26,13 +27,14 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     });
     environment.add_test("callable", |value: &Value| {
         // Undefined values have a method that raises.
-        matches!(value.kind(), ValueKind::Plain | ValueKind::Undefined) || is_macro(value)
+        (matches!(value.kind(), ValueKind::Plain | ValueKind::Undefined) && !is_long(value))
+            || is_macro(value)
     });
     environment.add_test("number", |value: &Value| {
-        matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
+        matches!(value.kind(), ValueKind::Number | ValueKind::Bool) || is_long(value)
     });
     environment.add_test("integer", |value: &Value| {
-        value.kind() == ValueKind::Number && !python::is_float(value)
+        (value.kind() == ValueKind::Number && !python::is_float(value)) || is_long(value)
     });
     environment.add_test("float", python::is_float);
     environment.add_test("odd", |value: &Value| {
@@ -60,6 +62,10 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     for name in ["startingwith", "endingwith", "safe"] {
         environment.remove_test(name);
     }
+}
+
+fn is_long(value: &Value) -> bool {
+    value.downcast_object_ref::<LongInteger>().is_some()
 }
 
 /// Macros are objects with fields in the engine.

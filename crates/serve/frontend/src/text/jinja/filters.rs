@@ -1,14 +1,17 @@
 //! Filters that the engine lacks, or in which it differs from Jinja2.
 
-use minijinja::filters as engine;
-use minijinja::value::{DynObject, Kwargs, Object, Rest, Tuple, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use std::borrow::Cow;
 use std::sync::Arc;
+
+use minijinja::filters as engine;
+use minijinja::value::{DynObject, Kwargs, Object, Rest, Tuple, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::args::Args;
 use super::methods::{self, TEXT_MAX};
+use super::objects::{Generator, is_generator};
 use super::source::{EACH, PERCENT, VARIADIC};
-use super::{format, json, python};
+use super::{format, json, markup, python};
 
 /// Filters of the engine that Jinja2 lacks: a template with one fails on every inference engine, so it fails here too.
 const NOT_JINJA: [&str; 5] = ["split", "lines", "bool", "chain", "zip"];
@@ -34,7 +37,12 @@ const BY_NAME: [(&str, ByName, &[&str]); 5] = [
     ),
     (
         "max",
-        |s, v, k| engine::max(s, v, k),
+        // Of equal ones the first, as in Python.
+        |s, v, k| {
+            let mut elements = elements(&v)?;
+            elements.reverse();
+            engine::max(s, Value::from(elements), k)
+        },
         &["case_sensitive", "attribute"],
     ),
     (
@@ -56,12 +64,19 @@ fn named(call: &str, names: &[&str], args: &[Value], kwargs: &Kwargs) -> Result<
     for name in kwargs.args() {
         all.push((name.to_owned(), kwargs.get(name)?));
     }
+
     all.extend(
         names
             .iter()
             .zip(args)
             .map(|(name, value)| ((*name).to_owned(), value.clone())),
     );
+    for (name, value) in &mut all {
+        // A place in a list may be one too.
+        if name == "attribute" && value.is_integer() {
+            *value = Value::from(value.to_string());
+        }
+    }
     Ok(all.into_iter().collect())
 }
 
@@ -71,6 +86,7 @@ pub(super) fn add(environment: &mut Environment<'static>) {
         environment.remove_filter(name);
     }
     environment.add_filter("tojson", json::tojson);
+    add_generators(environment);
     environment.add_filter("length", length);
     environment.add_filter("count", length);
     environment.add_filter("list", list);
@@ -112,11 +128,79 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     }
     environment.add_filter("pprint", |value: &Value| python::repr(value));
     environment.add_filter("forceescape", |value: &Value| escape(&python::text(value)));
-    environment.add_filter("escape", |value: &Value| escape(&python::text(value)));
-    environment.add_filter("e", |value: &Value| escape(&python::text(value)));
+    for name in ["escape", "e"] {
+        environment.add_filter(name, |value: &Value| {
+            if value.is_safe() {
+                value.clone()
+            } else {
+                Value::from_safe_string(escape(&python::text(value)))
+            }
+        });
+    }
+    markup::add(environment);
     environment.add_filter(EACH, each);
     environment.add_filter(PERCENT, percent);
     environment.add_function(VARIADIC, variadic);
+}
+
+/// Adds the filters whose result is a generator.
+fn add_generators(environment: &mut Environment<'static>) {
+    type More = Rest<ValueOrKwargs>;
+    type State<'a, 'b, 'c> = &'a mut minijinja::State<'b, 'c>;
+    environment.add_filter(
+        "map",
+        |state: State<'_, '_, '_>, value: Value, more: More| {
+            engine::map(state, value, more).map(Generator::of)
+        },
+    );
+    macro_rules! picks {
+        ($($name:ident)*) => { $(
+            environment.add_filter(
+                stringify!($name),
+                |state: State<'_, '_, '_>, value: Value, test: Option<Cow<'_, str>>, more: More| {
+                    engine::$name(state, value, test, more).map(Generator::of)
+                },
+            );
+        )* };
+    }
+    picks!(select reject);
+    macro_rules! picks_by_attribute {
+        ($($name:ident)*) => { $(
+            environment.add_filter(
+                stringify!($name),
+                |state: State<'_, '_, '_>, value: Value, attribute: Cow<'_, str>, test: Option<Cow<'_, str>>, more: More| {
+                    engine::$name(state, value, attribute, test, more).map(Generator::of)
+                },
+            );
+        )* };
+    }
+    picks_by_attribute!(selectattr rejectattr);
+    macro_rules! groups {
+        ($($name:ident)*) => { $(
+            environment.add_filter(
+                stringify!($name),
+                |state: &minijinja::State<'_, '_>, value: Value, count: usize, fill_with: Option<Value>| {
+                    generator(&engine::$name(state, value, count, fill_with)?)
+                },
+            );
+        )* };
+    }
+    groups!(batch slice);
+    environment.add_filter("reverse", |value: &Value| match value.kind() {
+        ValueKind::Seq | ValueKind::Map => generator(&engine::reverse(value)?),
+        _ => {
+            let reversed = engine::reverse(value)?;
+            Ok(if is_generator(value) {
+                list(&reversed)?
+            } else {
+                reversed
+            })
+        }
+    });
+}
+
+fn generator(value: &Value) -> Result<Value, Error> {
+    elements(value).map(Generator::of)
 }
 
 fn failed(message: impl Into<String>) -> Error {
@@ -144,6 +228,7 @@ fn each(value: &Value) -> Result<Value, Error> {
         }
         // With a length.
         ValueKind::String => list(value),
+        _ if is_generator(value) => list(value),
         _ => Ok(value.clone()),
     }
 }
@@ -308,7 +393,11 @@ fn int(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error>
     Ok(match value.kind() {
         ValueKind::Bool => Value::from(i64::from(value.is_true())),
         ValueKind::Number if python::is_float(value) => {
-            whole(f64::try_from(value.clone())?).unwrap_or(default)
+            let number = f64::try_from(value.clone())?;
+            if number.is_infinite() {
+                return Err(failed("int(): infinity is not a whole number"));
+            }
+            whole(number).unwrap_or(default)
         }
         ValueKind::Number => value.clone(),
         ValueKind::String => {
@@ -461,10 +550,18 @@ fn round(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Erro
 }
 
 fn first(value: &Value) -> Result<Value, Error> {
+    if is_generator(value) {
+        return Ok(value.try_iter()?.next().unwrap_or_default());
+    }
     Ok(elements(value)?.into_iter().next().unwrap_or_default())
 }
 
 fn last(value: &Value) -> Result<Value, Error> {
+    if is_generator(value) {
+        return Err(failed(
+            "last(): a generator cannot be reversed; use `list` before",
+        ));
+    }
     Ok(elements(value)?.pop().unwrap_or_default())
 }
 
@@ -477,7 +574,9 @@ fn items(value: &Value) -> Result<Value, Error> {
     }
     let pairs = value.as_object().and_then(DynObject::try_iter_pairs);
     let pair = |(key, value)| Value::from(Tuple::from([key, value]));
-    Ok(pairs.into_iter().flatten().map(pair).collect())
+    Ok(Generator::of(
+        pairs.into_iter().flatten().map(pair).collect(),
+    ))
 }
 
 #[allow(clippy::needless_pass_by_value)]
@@ -536,7 +635,7 @@ fn indent(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Er
             .replace('\n', &format!("\n{space}"))
     } else {
         let mut body = String::new();
-        for (at, line) in text_lines(&text).into_iter().enumerate() {
+        for (at, line) in methods::lines(&text, false).into_iter().enumerate() {
             if at > 0 {
                 body.push('\n');
                 if !line.is_empty() {
@@ -554,16 +653,7 @@ fn indent(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Er
     Ok(out)
 }
 
-/// `str.splitlines`
-fn text_lines(text: &str) -> Vec<&str> {
-    let mut lines: Vec<&str> = text.split('\n').collect();
-    if lines.last() == Some(&"") {
-        lines.pop();
-    }
-    lines
-}
-
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('>', "&gt;")
         .replace('<', "&lt;")

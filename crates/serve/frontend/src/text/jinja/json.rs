@@ -4,7 +4,7 @@ use minijinja::value::{DynObject, Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::args::Args;
-use super::python;
+use super::{objects, python};
 
 /// Limit of a value's nesting, in place of Python's recursion limit.
 const DEPTH_MAX: usize = 900;
@@ -74,6 +74,13 @@ impl Writer {
     fn value(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
         if depth > DEPTH_MAX {
             return Err(failed("the value is nested too deeply"));
+        }
+        if let Some(integer) = value.downcast_object_ref::<objects::LongInteger>() {
+            out.push_str(integer.digits());
+            return Ok(());
+        }
+        if let Some(name) = objects::not_json(value) {
+            return Err(failed(format!("a {name} is not JSON")));
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),

@@ -7,7 +7,7 @@ use minijinja::{Error, ErrorKind, State, Value};
 
 use super::args::Args;
 use super::source::SLICE;
-use super::{filters, format, python};
+use super::{filters, format, objects, python};
 
 /// Limit of texts that a template makes by padding (characters), repeating or replacing (bytes).
 pub(super) const TEXT_MAX: usize = 64 << 20;
@@ -20,7 +20,12 @@ pub(super) fn call(
     args: &[Value],
 ) -> Result<Value, Error> {
     if method == SLICE {
-        return slice(value, args);
+        // A generator has none, which Jinja2 takes for an undefined value.
+        return if objects::is_generator(value) {
+            Ok(Value::UNDEFINED)
+        } else {
+            slice(value, args)
+        };
     }
     match value.kind() {
         ValueKind::String => string(value.as_str().unwrap_or_default(), method, args),
@@ -298,7 +303,7 @@ fn string(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
         }
         "splitlines" => {
             let keep = args.flag("keepends");
-            lines(text, keep)
+            lines(text, keep).into_iter().map(Value::from).collect()
         }
         "partition" | "rpartition" => {
             let separator = args.text("sep")?;
@@ -520,7 +525,7 @@ fn split(text: &str, separator: Option<&str>, most: usize, right: bool) -> Resul
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-fn lines(text: &str, keep: bool) -> Value {
+pub(super) fn lines(text: &str, keep: bool) -> Vec<&str> {
     let mut out = Vec::new();
     let mut rest = text;
     let ends = |c: char| {
@@ -538,13 +543,13 @@ fn lines(text: &str, keep: bool) -> Value {
             } else {
                 end
             };
-        out.push(Value::from(&rest[..if keep { end } else { at }]));
+        out.push(&rest[..if keep { end } else { at }]);
         rest = &rest[end..];
     }
     if !rest.is_empty() {
-        out.push(Value::from(rest));
+        out.push(rest);
     }
-    Value::from(out)
+    out
 }
 
 /// Pads to `width` characters.

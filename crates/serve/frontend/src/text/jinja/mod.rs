@@ -1,16 +1,20 @@
 //! Jinja2 as Hugging Face's `transformers` configures it, on the engine `minijinja`.
 //!
-//! - `source`: the template's source, rewritten where the engine's grammar has less;
+//! - `source`, `literal`: the template's source, rewritten where the engine's grammar has less;
 //! - `parts`: whether the template takes a message's content as a list of parts;
 //! - `python`: values printed as Python prints them;
-//! - `methods`, `filters`, `checks`, `json`, `format`: functions that templates call.
+//! - `methods`, `filters`, `markup`, `checks`, `json`, `format`: functions that templates call;
+//! - `objects`: values of their own types.
 
 mod args;
 mod checks;
 mod filters;
 mod format;
 mod json;
+mod literal;
+mod markup;
 mod methods;
+mod objects;
 mod parts;
 mod python;
 mod source;
@@ -19,6 +23,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 
+pub(super) use objects::{one_text, value};
 pub(super) use parts::takes_parts;
 pub(super) use source::rewrite;
 
@@ -27,17 +32,32 @@ pub(super) use source::rewrite;
 #[error("raised by the template")]
 struct Refusal;
 
-/// Message of `error`: the template's own text if the template raised it, otherwise the line and the reason.
-pub(super) fn reason(error: &Error) -> String {
+/// Why a template failed.
+pub(super) enum Failure {
+    /// It raised an error, or failed on its input: the text of the error, or the line and the reason.
+    Refused(String),
+    /// It uses what is not supported: the line and the reason.
+    Unsupported(String),
+}
+
+/// The reason of `error`, with the line unless the template raised it.
+pub(super) fn failure(error: &Error) -> Failure {
     let mut at: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    let mut line = None;
+    let (mut line, mut unknown) = (None, false);
     while let Some(cause) = at {
         if let Some(inner) = cause.downcast_ref::<Error>() {
             let own = std::error::Error::source(inner);
             if own.is_some_and(<dyn std::error::Error>::is::<Refusal>) {
-                return inner.detail().unwrap_or_default().to_owned();
+                return Failure::Refused(inner.detail().unwrap_or_default().to_owned());
             }
             line = line.or(inner.line());
+            unknown |= matches!(
+                inner.kind(),
+                ErrorKind::UnknownFilter
+                    | ErrorKind::UnknownTest
+                    | ErrorKind::UnknownFunction
+                    | ErrorKind::UnknownMethod
+            );
         }
         at = cause.source();
     }
@@ -45,7 +65,24 @@ pub(super) fn reason(error: &Error) -> String {
         Some(detail) => format!("{}: {detail}", error.kind()),
         None => error.kind().to_string(),
     };
-    line.map_or(reason.clone(), |line| format!("line {line}: {reason}"))
+    let reason = line.map_or(reason.clone(), |line| format!("line {line}: {reason}"));
+    if unknown {
+        Failure::Unsupported(reason)
+    } else {
+        Failure::Refused(reason)
+    }
+}
+
+/// The reason of `error`, whatever it is.
+pub(super) fn reason(error: &Error) -> String {
+    match failure(error) {
+        Failure::Refused(reason) | Failure::Unsupported(reason) => reason,
+    }
+}
+
+/// Error of what Jinja2 has and templates here cannot use.
+fn unsupported(message: &str) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::UnknownFunction, message.to_owned()))
 }
 
 /// An environment without templates, as `_compile_jinja_template` of `transformers` sets it up
@@ -60,8 +97,12 @@ pub(super) fn environment() -> Environment<'static> {
             .expect("the usual delimiters are valid"),
     );
     environment.set_debug(false);
-    environment.set_formatter(|out, _, value| {
+    environment.set_formatter(|out, state, value| {
+        let escapes = !matches!(state.auto_escape(), minijinja::AutoEscape::None);
         match value.as_str() {
+            _ if escapes && !value.is_safe() => {
+                out.write_str(&filters::escape(&python::text(value)))?;
+            }
             Some(text) => out.write_str(text)?,
             None => out.write_str(&python::str(value))?,
         }
@@ -79,6 +120,13 @@ pub(super) fn environment() -> Environment<'static> {
         },
     );
     environment.add_function("range", range);
+    environment.add_function("joiner", objects::joiner);
+    environment.add_function("cycler", objects::cycler);
+    environment.add_function("dict", objects::dict);
+    environment.add_function("namespace", objects::namespace);
+    environment.add_function("lipsum", |_: Rest<Value>, _: Kwargs| {
+        unsupported("`lipsum` is not supported: its text is random")
+    });
     environment
 }
 
@@ -126,7 +174,9 @@ fn range(args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
             format!("range(): more than {MAX} numbers"),
         ));
     }
-    Ok((0..count)
-        .map(|at| Value::from(start + at * step))
-        .collect())
+    Ok(Value::from_object(objects::Numbers {
+        start,
+        step,
+        count: usize::try_from(count).unwrap_or(0),
+    }))
 }

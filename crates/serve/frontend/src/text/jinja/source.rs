@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use super::literal;
+
 /// A template that cannot be read, with its line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SourceError {
@@ -27,7 +29,10 @@ pub(super) const SLICE: &str = "__slice";
 /// - defaults of a macro's parameters that name its other parameters move into its body;
 /// - the value that a loop iterates over passes through [`EACH`]: the engine treats `none` as an empty list;
 /// - `"…" % x` becomes a call of the filter [`PERCENT`], and `x[a:b:c]` a call of the method [`SLICE`]: the engine's own
-///   slices panic if they go backwards.
+///   slices panic if they go backwards;
+/// - strings with escapes are written as the engine reads them;
+/// - a `+` in front of a value is left out;
+/// - the value that `{% set a, b = … %}` takes apart passes through [`EACH`] too.
 pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
     let source = if source.contains('\r') {
         source.replace("\r\n", "\n").replace('\r', "\n")
@@ -40,6 +45,7 @@ pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
         out: String::with_capacity(source.len() + 64),
         macros: Vec::new(),
         generations: Vec::new(),
+        wrong: None,
     };
     while let Some(offset) = source[writer.at..].find('{') {
         let start = writer.at + offset;
@@ -59,7 +65,10 @@ pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
     if let Some(&at) = writer.generations.last() {
         return Err(writer.error(at, "`generation` has no `endgeneration`"));
     }
-    Ok(writer.out)
+    match writer.wrong {
+        Some(error) => Err(error),
+        None => Ok(writer.out),
+    }
 }
 
 /// A token of an expression or a statement, by its place in the source.
@@ -98,6 +107,8 @@ struct Writer<'s> {
     macros: Vec<OpenMacro>,
     /// Places of `generation` whose end was not reached.
     generations: Vec<usize>,
+    /// The first string that cannot be read.
+    wrong: Option<SourceError>,
 }
 
 impl Writer<'_> {
@@ -126,7 +137,17 @@ impl Writer<'_> {
 
     /// Whether a value may end with `token`.
     fn is_value(&self, token: Token) -> bool {
-        const WORDS: [&str; 8] = ["in", "is", "not", "and", "or", "if", "else", "recursive"];
+        const WORDS: [&str; 9] = [
+            "in",
+            "is",
+            "not",
+            "and",
+            "or",
+            "if",
+            "elif",
+            "else",
+            "recursive",
+        ];
         match token.kind {
             Kind::Text => true,
             Kind::Name => !WORDS.contains(&self.text(token)),
@@ -212,6 +233,10 @@ impl Writer<'_> {
         let Some((tokens, end)) = self.tokens(start, *b"}}") else {
             return self.copy_to(self.source.len());
         };
+        // Whitespace has no control here: a sign of the value.
+        if self.source.as_bytes().get(start + 2) == Some(&b'+') {
+            self.replace(start + 2, start + 3, "");
+        }
         self.write_tokens(&tokens);
         self.copy_to(end);
     }
@@ -253,6 +278,10 @@ impl Writer<'_> {
             }
             "for" => {
                 self.loop_start(&tokens);
+                self.copy_to(end);
+            }
+            "set" => {
+                self.set(&tokens);
                 self.copy_to(end);
             }
             "macro" => self.macro_start(&tokens, end),
@@ -298,13 +327,8 @@ impl Writer<'_> {
         let to = word(from, &["if", "recursive"]).unwrap_or(tokens.len());
         let over = &tokens[from..to];
         self.write_tokens(&tokens[..from]);
-        // Calls and filters give lists.
-        if let (Some(first), Some(last)) = (over.first(), over.last())
-            && matches!(last.kind, Kind::Name | Kind::Text | Kind::Sign(b']'))
-            && over
-                .iter()
-                .all(|token| !matches!(token.kind, Kind::Sign(b'|' | b'(')))
-        {
+        // A filter may give a generator, whose length a loop knows.
+        if let (Some(first), Some(last)) = (over.first(), over.last()) {
             self.copy_to(first.start);
             self.out.push('(');
             self.write_tokens(over);
@@ -314,6 +338,31 @@ impl Writer<'_> {
             self.write_tokens(over);
         }
         self.write_tokens(&tokens[to..]);
+    }
+
+    /// Writes `set …`, with a value that is taken apart made a list.
+    fn set(&mut self, tokens: &[Token]) {
+        let mut depth = 0;
+        let sign = |token: &Token| {
+            depth = deeper(depth, *token);
+            depth == 0 && token.kind == Kind::Sign(b'=')
+        };
+        let Some(at) = tokens.iter().position(sign) else {
+            return self.write_tokens(tokens);
+        };
+        let (targets, value) = (&tokens[..at], &tokens[at + 1..]);
+        let (Some(first), Some(last)) = (value.first(), value.last()) else {
+            return self.write_tokens(tokens);
+        };
+        if split(targets, b',').len() == 1 || split(value, b',').len() > 1 {
+            return self.write_tokens(tokens);
+        }
+        self.write_tokens(&tokens[..=at]);
+        self.copy_to(first.start);
+        self.out.push('(');
+        self.write_tokens(value);
+        self.copy_to(last.end);
+        let _ = write!(self.out, ")|{EACH}");
     }
 
     fn macro_start(&mut self, tokens: &[Token], end: usize) {
@@ -416,6 +465,34 @@ impl Writer<'_> {
         while at < tokens.len() {
             let token = tokens[at];
             let before = at.checked_sub(1).map(|before| tokens[before].kind);
+            if token.kind == Kind::Text && self.text(token).contains('\\') {
+                match literal::rewritten(self.text(token)) {
+                    Ok(text) => self.replace(token.start, token.end, &text),
+                    Err(message) => {
+                        let error = self.error(token.start, &message);
+                        self.wrong.get_or_insert(error);
+                    }
+                }
+            }
+            let behind = at.checked_sub(1).map(|before| tokens[before]);
+            let ends_value =
+                behind.is_some_and(|token| token.kind == Kind::Number || self.is_value(token));
+            if token.kind == Kind::Sign(b'+') && !ends_value {
+                self.replace(token.start, token.end, "");
+            }
+            // The engine has no negative truth values.
+            if token.kind == Kind::Sign(b'-')
+                && !ends_value
+                && let Some(&next) = tokens.get(at + 1)
+                && let "true" | "True" | "false" | "False" = self.text(next)
+            {
+                let number = if self.text(next).ends_with("rue") {
+                    "1"
+                } else {
+                    "0"
+                };
+                self.replace(next.start, next.end, number);
+            }
             if token.kind == Kind::Name
                 && before != Some(Kind::Sign(b'.'))
                 && let Some(open) = self.macros.last_mut()
@@ -600,7 +677,11 @@ mod tests {
             ),
             (
                 "{%- for a, b in c.d if a in b recursive -%}{% for x in y|z %}",
-                "{%- for a, b in (c.d)|__each if a in b recursive -%}{% for x in y|z %}",
+                "{%- for a, b in (c.d)|__each if a in b recursive -%}{% for x in (y|z)|__each %}",
+            ),
+            (
+                r#"{{ -true - true ~ '<\/a>' ~ "\x41\"'" }}{% set a, b = '\101\n' %}{{+ x + +1 }}{% if + x %}"#,
+                "{{ -1 - true ~ '<\\\\/a>' ~ \"A\\\"'\" }}{% set a, b = ('A\n')|__each %}{{ x + 1 }}{% if  x %}",
             ),
             (
                 "{{ '%d%%' % x.y[0]|int ~ 'a' }}",

@@ -1,7 +1,7 @@
 //! Objects of a model's files that remember which of their keys were read.
 //!
 //! An unread key may be the one that makes a model ten times as large. Every unread key that may affect size, compute or
-//! cache is therefore an error; [`IMMATERIAL`] lists the keys that cannot, with the reason.
+//! cache is therefore an error; [`keys`] knows those that cannot.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use slipstream_base::width::to_u32;
 
 use super::error::ShapeError;
+use super::keys::{self, Bearing};
 
 pub(super) type Object = Map<String, Value>;
 
@@ -73,6 +74,11 @@ impl<'a> Fields<'a> {
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.mark(key);
         self.object.get(key).filter(|value| !value.is_null())
+    }
+
+    /// The value of `key`, which does not count as read.
+    pub(super) fn peek(&self, key: &str) -> Option<&'a Value> {
+        self.object.get(key)
     }
 
     /// Whether the file has `key`, be it null.
@@ -259,22 +265,19 @@ impl<'a> Fields<'a> {
         for (key, value) in self.object {
             let path = self.path(key);
             let same = twin.and_then(|twin| twin.get(key)) == Some(value);
-            if read.contains(&path)
-                || same
-                || is_nothing(value)
-                || is_unit(key, value)
-                || is_immaterial(key)
-                || media && is_media(key)
-            {
+            if read.contains(&path) || same || media && keys::is_media(key) {
                 continue;
             }
-            if bears(key, value) {
-                material.push(format!("`{}` = {}", cleaned(&path), shown(value)));
-            } else {
-                self.log
+            match keys::bearing(key, value) {
+                Bearing::None => {}
+                Bearing::Unlikely => self
+                    .log
                     .ignored
                     .borrow_mut()
-                    .push(format!("`{}`", cleaned(&path)));
+                    .push(format!("`{}`", cleaned(&path))),
+                Bearing::Possible => {
+                    material.push(format!("`{}` = {}", cleaned(&path), shown(value)));
+                }
             }
         }
         if material.is_empty() {
@@ -348,290 +351,3 @@ pub(super) fn is_nothing(value: &Value) -> bool {
         Value::Object(entries) => entries.values().all(is_nothing),
     }
 }
-
-/// Whether `value` is a factor, an interval or a step of one, which changes nothing.
-fn is_unit(key: &str, value: &Value) -> bool {
-    const PARTS: &[&str] = &[
-        "_mod",
-        "_factor",
-        "interval",
-        "_freq",
-        "_step",
-        "multiplier",
-    ];
-    value.as_f64() == Some(1.0) && PARTS.iter().any(|part| key.ends_with(part))
-}
-
-/// Whether an unknown key can bear on size, compute or cache: by a stem in its name or in those below it, or because its
-/// value is a list with an entry for each layer, or a size.
-fn bears(key: &str, value: &Value) -> bool {
-    let lower = key.to_ascii_lowercase();
-    if STEMS.iter().any(|stem| lower.contains(stem)) {
-        return true;
-    }
-    match value {
-        Value::Number(_) => integer(value).is_some_and(|n| n >= 2),
-        Value::Array(items) => items.len() > 1 && items.iter().any(|item| bears(key, item)),
-        Value::Object(entries) => entries
-            .iter()
-            .any(|(key, value)| !is_nothing(value) && !is_immaterial(key) && bears(key, value)),
-        _ => false,
-    }
-}
-
-/// Parts of the names of keys that bear on size, compute or cache.
-const STEMS: &[&str] = &[
-    // mixtures of experts
-    "expert",
-    "moe",
-    "rout",
-    "shared",
-    "topk",
-    "top_k",
-    "sparse",
-    "dense",
-    "capacity",
-    "gate",
-    "gating",
-    // other layers than attention and MLP
-    "ssm",
-    "mamba",
-    "state",
-    "conv",
-    "recurr",
-    "rnn",
-    "lru",
-    "delta",
-    "linear",
-    "hybrid",
-    "loop",
-    "ngram",
-    "memory",
-    "altup",
-    "laurel",
-    "cross",
-    "encoder",
-    "decoder",
-    "canon",
-    "hyper",
-    "residual_stream",
-    "engram",
-    // attention and its cache
-    "index",
-    "window",
-    "chunk",
-    "local",
-    "global",
-    "lora",
-    "latent",
-    "rank",
-    "compress",
-    "cache",
-    "kv",
-    "attn",
-    "attention",
-    "head",
-    "mla",
-    "gqa",
-    "mqa",
-    "nope",
-    "rope",
-    "rotary",
-    "position",
-    "context",
-    "sink",
-    "cla",
-    "share",
-    // sizes
-    "num_",
-    "n_",
-    "_n",
-    "count",
-    "dim",
-    "size",
-    "width",
-    "depth",
-    "layer",
-    "block",
-    "hidden",
-    "intermediate",
-    "ffn",
-    "ff_",
-    "mlp",
-    "vocab",
-    "embd",
-    "embed",
-    "per_",
-    "interval",
-    "interleave",
-    "freq",
-    "pattern",
-    "period",
-    "stride",
-    "ratio",
-    "factor",
-    "expan",
-    "repeat",
-    "group",
-    "tie",
-    "tying",
-    "skip",
-    // formats, and layers that are left out
-    "quant",
-    "bit",
-    "fp8",
-    "fp4",
-    "int4",
-    "int8",
-    "mtp",
-    "nextn",
-    "next_n",
-    "predict",
-    "speculat",
-    "draft",
-    "adapter",
-    "prun",
-    "sparsity",
-    "dtype",
-];
-
-/// Whether `key` is one of those that matter to no size, compute or cache.
-fn is_immaterial(key: &str) -> bool {
-    key == "_name_or_path"
-        || ENDINGS.iter().any(|ending| key.ends_with(ending))
-        || IMMATERIAL
-            .iter()
-            .any(|(_, keys)| keys.split_whitespace().any(|known| known == key))
-}
-
-/// Whether `key` is about an encoder of images, video or sound.
-pub(super) fn is_media(key: &str) -> bool {
-    MEDIA.iter().any(|media| {
-        key.strip_prefix(media)
-            .is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
-    })
-}
-
-/// Endings of immaterial keys: ids of tokens, constants of norms, of initialization and of training.
-const ENDINGS: &[&str] = &[
-    "_token_id",
-    "_token_ids",
-    "_token_index",
-    "_eps",
-    "_epsilon",
-    "dropout",
-    "_pdrop",
-    "_coef",
-    "_coeff",
-    "_std",
-    "initializer_range",
-    "_init",
-    "_loss",
-    "_loss_weight",
-    "_bias",
-    "_act",
-    "_activation",
-    "_act_fn",
-    "softcapping",
-    "softcap",
-    "_theta",
-    "_implementation",
-];
-
-/// First words of keys about encoders of images, video and sound. They are read as such only in a file that has an
-/// encoder, as `vision_config` or around a language model's own object.
-const MEDIA: &[&str] = &[
-    "vision",
-    "visual",
-    "image",
-    "video",
-    "audio",
-    "speech",
-    "mm",
-    "projector",
-    "projection",
-    "vit",
-    "multimodal",
-    "spatial",
-    "temporal",
-    "img",
-    "multi",
-    "media",
-    "media_",
-    "use_image",
-    "use_thumbnail",
-    "dynamic_image",
-    "downsample",
-    "use_unified_vision_chunk",
-    "force_image",
-    "max_dynamic_patch",
-    "min_dynamic_patch",
-    "ps_version",
-    "select_layer",
-    "template",
-    "alignment",
-    "max_value_projector",
-];
-
-/// Keys that do not bear on size, compute or cache, and why.
-const IMMATERIAL: &[(&str, &str)] = &[
-    (
-        "the program that wrote the file, and where its code is",
-        "transformers_version auto_map model_name model_name_or_path unsloth_version unsloth_fixed task_specific_params \
-         finetuning_task base_model license torch_dtype_loss producer id2label label2id num_labels problem_type \
-         classifier_dropout prefix tokenizer_class processor_class sep_token_id",
-    ),
-    (
-        "numbers that change values, not shapes",
-        "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor norm_topk_prob moe_renormalize \
-         scoring_func topk_method moe_router_score_function score_function n_group topk_group num_expert_group \
-         moe_norm_min use_routing_bias use_expert_bias router_bias moe_router_enable_expert_bias \
-         router_jitter_noise input_jitter_noise moe_router_use_sigmoid moe_router_bias_update_rate \
-         e_score_correction_bias use_score_correction_bias norm_router router_dtype \
-         swiglu_limit swiglu_alpha swiglu_beta swiglu_limits swiglu_limits_shared attention_multiplier \
-         embedding_multiplier residual_multiplier logits_scaling logit_scale query_pre_attn_scalar \
-         attn_temperature_tuning attn_scale floor_scale attention_value_scale mup_enabled scale_emb scale_depth \
-         hidden_act hidden_activation clip_qkv norm_type use_gemma_norm layernorm_full_attention_beta \
-         attention_softmax_in_fp32 scale_attention_softmax_in_fp32 attn_logit_softcapping final_logit_softcapping \
-         enable_moe_fp32_combine enable_lm_head_fp32 use_rmsnorm norm_after norm_reorder",
-    ),
-    (
-        "rotary embeddings: no weights, and the context is read where it is scaled",
-        "rope_theta rope_local_base_freq rope_interleave rope_interleaved partial_rotary_factor rotary_dim \
-         rotary_percent rotary_emb_base rope_percent rotary_pct no_rope_layers no_rope_layer_interval no_rope_layers_interval \
-         original_max_position_embeddings mrope_section rope_type mrope_interleaved position_embedding_type \
-         use_rotary_embeddings use_rotary_pos_emb max_window_layers_rope indexer_rope_interleave rope_pct",
-    ),
-    (
-        "biases and norms of each channel: below 0.1 % of the weights",
-        "attention_bias mlp_bias qkv_bias use_bias use_qkv_bias add_qkv_bias attention_out_bias bias lm_head_bias \
-         o_proj_bias attention_qkv_bias mlp_fc1_bias mlp_fc2_bias conv_bias qk_layernorm use_qk_layernorm qk_norm_type \
-         use_mla_norm rms_norm_before_ffn use_post_norm use_pre_norm attn_sink add_attention_sink attention_sink_bias",
-    ),
-    (
-        "training and initialization",
-        "use_cache pretraining_tp output_router_logits output_attentions output_hidden_states return_dict \
-         router_aux_loss_coef aux_loss_alpha seq_aux balance_loss_coef ep_size embedding_initializer_range \
-         initializer_factor initializer_cutoff_factor use_return_dict gradient_checkpointing initialization_method \
-         moe_z_loss_coefficient moe_aux_loss_coefficient router_z_loss_coefficient moe_dropout embedding_dropout \
-         output_dropout residual_dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop \
-         moe_random_routing_dropout im_start_id head_dropout router_warmup_steps mtp_loss_scaling_factor \
-         moe_capacity moe_gate moe_gate_act moe_use_aux_free moe_use_aux_free_update_coef",
-    ),
-    (
-        "how the program of the model computes, with equal results",
-        "use_flash_attn use_flash_attention use_flash_attention_2 _attn_implementation attn_implementation \
-         _experts_implementation moe_implementation use_dynamic_ntk use_logn_attn \
-         use_cache_quantization use_cache_kernel softmax_in_fp32 fp32 bf16 fp16 experts_implementation \
-         use_grouped_mm pad_embeddings deterministic reference_compile use_fused_rmsnorm use_fused_mlp _commit_hash use_parallel_block use_parallel_embedding order_of_interleaved_layers cache_implementation \
-         chunk_size_feed_forward is_decoder is_encoder_decoder torchscript tpu attn_impl low_cpu_mem_usage",
-    ),
-    (
-        "sampling and chat, not the model",
-        "temperature top_p min_length max_length do_sample num_beams num_beam_groups diversity_penalty \
-         no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences length_penalty \
-         repetition_penalty early_stopping output_scores return_dict_in_generate forced_bos_token_id \
-         forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens \
-         begin_suppress_tokens typical_p top_k chat_template prediction_start_id max_new_tokens eod_id pad_id bos_id eos_id ignore_index initial_context_length",
-    ),
-];

@@ -39,6 +39,8 @@ const ALTERNATIVES_MAX: usize = 64;
 struct Modules {
     names: Vec<(String, u32)>,
     groups: [u32; 4],
+    /// Bits of modules that no layer has: dense MLPs where every layer has experts, shared experts where there are none.
+    absent: u32,
 }
 
 impl Modules {
@@ -46,6 +48,7 @@ impl Modules {
         let mut found = Modules {
             names: Vec::new(),
             groups: [0; 4],
+            absent: 0,
         };
         let attention: &[&str] = match parts.attention {
             Attention::Latent { query_rank: 0, .. } => {
@@ -75,6 +78,14 @@ impl Modules {
                 "mlp.experts",
             ] {
                 found.names.push((name.to_owned(), EXPERTS));
+            }
+        }
+        if let Some(experts) = parts.experts {
+            if experts.dense_layers == 0 {
+                found.absent |= found.groups[2];
+            }
+            if experts.shared_size == 0 {
+                found.absent |= found.groups[3];
             }
         }
         found
@@ -110,6 +121,8 @@ pub(super) enum Found {
     Others,
     /// It has syntax that is not understood here.
     Unread,
+    /// Modules of the model's class that no layer of this model has.
+    Absent,
     /// None of the known names.
     Nothing,
 }
@@ -141,6 +154,7 @@ impl Kept {
         let mut unknown = false;
         for (text, steps) in patterns {
             let mut any = false;
+            let mut only_absent = true;
             for (layer, kept) in self.layers.iter_mut().enumerate() {
                 for start in starts {
                     let start = format!("{start}layers.{layer}.");
@@ -150,6 +164,7 @@ impl Kept {
                     for (module, bit) in &self.modules.names {
                         if matches(&steps, start.bytes().chain(module.bytes())) {
                             any = true;
+                            only_absent &= bit & self.modules.absent != 0;
                             *kept |= bit;
                             if *bit == EXPERTS {
                                 return Found::Others;
@@ -158,8 +173,12 @@ impl Kept {
                     }
                 }
             }
-            if any {
+            if any && !only_absent {
                 found = Found::Modules;
+            } else if any {
+                if found == Found::Nothing {
+                    found = Found::Absent;
+                }
             } else {
                 // Experts by number, or under another name.
                 let experts = text.contains("expert") && !text.contains("shared");
@@ -167,7 +186,7 @@ impl Kept {
                 unknown |= experts || others.iter().any(|part| text.contains(part));
             }
         }
-        if found == Found::Modules && unknown {
+        if matches!(found, Found::Modules | Found::Absent) && unknown {
             return Found::Others;
         }
         found

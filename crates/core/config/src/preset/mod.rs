@@ -10,6 +10,7 @@ mod formats;
 mod gpu;
 mod index;
 mod kept;
+mod keys;
 mod layers;
 mod model;
 mod models;

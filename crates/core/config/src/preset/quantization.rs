@@ -39,6 +39,7 @@ const PLAIN: Formats = Formats {
 const FIELD: &str = "quantization_config";
 const MODELOPT_FILE: &str = "hf_quant_config.json";
 const GPTQ_FILE: &str = "quantize_config.json";
+const AWQ_FILE: &str = "quant_config.json";
 
 /// Reads the formats of `files` from `config`, from `outer`, the object that contains it, or from a file next to it. `parts`
 /// are those of the served model.
@@ -77,9 +78,14 @@ pub(super) fn read(
                 beside = parsed(text, MODELOPT_FILE)?;
                 (&beside, MODELOPT_FILE)
             }
-            (None, Some(text)) => {
-                beside = parsed(text, GPTQ_FILE)?;
-                (&beside, GPTQ_FILE)
+            (None, Some((name, text))) => {
+                let name = if *name == AWQ_FILE {
+                    AWQ_FILE
+                } else {
+                    GPTQ_FILE
+                };
+                beside = parsed(text, name)?;
+                (&beside, name)
             }
             (None, None) => return Ok(PLAIN),
         },
@@ -208,8 +214,8 @@ fn method_of<'a>(quantization: Fields<'a>, file: &str) -> Result<&'a str, ShapeE
     Ok(match (named, file) {
         (Some(named), _) => named,
         (None, MODELOPT_FILE) => "modelopt",
-        (None, GPTQ_FILE) if quantization.has("w_bit") => "awq",
-        (None, GPTQ_FILE) => "gptq",
+        (None, GPTQ_FILE | AWQ_FILE) if quantization.has("w_bit") => "awq",
+        (None, GPTQ_FILE | AWQ_FILE) => "gptq",
         (None, _) => "(no `quant_method`)",
     })
 }
@@ -435,7 +441,7 @@ fn kept_modules(
                     .as_mut()
                     .map_or(Found::Unread, |kept| kept.keep(name, names));
                 let known = match found {
-                    Found::Modules => mixture,
+                    Found::Modules | Found::Absent => mixture,
                     Found::Others => false,
                     Found::Nothing => !is_projection(name, parts.layers),
                     Found::Unread => !is_negated(name) && !is_projection(name, parts.layers),
@@ -594,6 +600,10 @@ fn check_dynamic(quantization: Fields<'_>, parts: Parts) -> Result<(), ShapeErro
         let found = kept
             .as_mut()
             .map_or(Found::Unread, |kept| kept.keep(&name, Names::Exact));
+        // A pattern for routers may match the dense MLP's gate too, which a mixture in every layer has not.
+        if found == Found::Absent {
+            continue;
+        }
         let unread = found == Found::Unread && !is_negated(&name);
         if !unread && found != Found::Nothing || is_projection(&name, parts.layers) {
             let pattern: String = pattern.chars().take(60).collect();
@@ -726,6 +736,37 @@ mod tests {
             experts,
         };
         read(&ModelFiles::default(), outer, config, parts).map_err(|e| e.to_string())
+    }
+
+    /// Patterns for routers change no other bits where the dense MLP whose gate they match as well does not exist.
+    #[test]
+    fn patterns_for_routers_are_read_where_no_dense_mlp_has_a_gate() {
+        let mixture = crate::preset::model("qwen3-30b-a3b").unwrap().experts;
+        let dense_layers = mixture.map(|experts| Experts {
+            dense_layers: 1,
+            ..experts
+        });
+        for start in ["-:", "+:", ""] {
+            for pattern in [
+                ".*mlp.gate.*",
+                r"model\\.layers\\.\\d+\\.mlp.gate.*",
+                r".*\\.mlp\\.gate.*",
+            ] {
+                let text = format!(
+                    r#"{{"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {{"{start}{pattern}": {{}}}}}}"#
+                );
+                let found = formats_of(&text, mixture);
+                assert_eq!(
+                    found.map(|formats| formats.weights),
+                    Ok(Dtype::Int4),
+                    "{text}"
+                );
+                for other in [dense_layers, None] {
+                    let error = formats_of(&text, other).unwrap_err();
+                    assert!(error.contains("`dynamic`"), "{error}");
+                }
+            }
+        }
     }
 
     const FP8: Formats = Formats {

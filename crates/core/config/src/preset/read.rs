@@ -45,6 +45,7 @@ impl ModelFiles {
                 return Err(fields.unsupported(key, "an MLP without a gate"));
             }
         }
+        neutral(class, fields, &shape)?;
         let mtp = left_out_layers(fields)?;
         let mut format = None;
         for object in [fields, around] {
@@ -299,21 +300,29 @@ fn head_dim(
     }
 }
 
+/// Names of the number of experts, of those for each token, and of shared ones.
+const COUNT: &[&str] = &[
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+];
+const PER_TOKEN: &[&str] = &[
+    "num_experts_per_tok",
+    "experts_per_token",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+];
+const SHARED: &[&str] = &[
+    "n_shared_experts",
+    "num_shared_experts",
+    "moe_num_shared_experts",
+    "num_shared_expert",
+];
+
 /// The mixture of experts, with weights in 16 bits so far.
 fn routed(class: &Class, fields: Fields<'_>, layers: u32) -> Result<Option<Experts>, ShapeError> {
-    const COUNT: &[&str] = &[
-        "num_local_experts",
-        "num_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-    ];
-    const PER_TOKEN: &[&str] = &[
-        "num_experts_per_tok",
-        "experts_per_token",
-        "num_experts_per_token",
-        "moe_k",
-        "moe_topk",
-    ];
     let (shared, dense) = match class.experts {
         // A key about experts is unknown to such a class, and is refused as such.
         Mixture::Dense => return Ok(None),
@@ -370,12 +379,6 @@ fn shared_width(
     layers: u32,
     (shared, width): (Shared, u32),
 ) -> Result<u32, ShapeError> {
-    const SHARED: &[&str] = &[
-        "n_shared_experts",
-        "num_shared_experts",
-        "moe_num_shared_experts",
-        "num_shared_expert",
-    ];
     const SHARED_WIDTH: &[&str] = &[
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
@@ -408,6 +411,41 @@ fn shared_width(
             Ok(count.saturating_mul(one))
         }
     }
+}
+
+/// Records keys of sizes as read whose values say what the class says anyway.
+fn neutral(class: &Class, fields: Fields<'_>, shape: &ModelShape) -> Result<(), ShapeError> {
+    let latent = matches!(shape.attention, Attention::Latent { .. });
+    if fields.get("use_mla") == Some(&Value::Bool(true)) && !latent {
+        return Err(fields.unsupported("use_mla", "latent attention in this class"));
+    }
+    if fields.flag("lm_head")? == Some(false) {
+        return Err(fields.unsupported("lm_head", "a model without a head"));
+    }
+    // Layers that share their caches, and the layers of each share. Without the flag there are none.
+    match fields.flag("use_cla")? {
+        Some(true) => {
+            return Err(fields.unsupported("use_cla", "attention that shares caches across layers"));
+        }
+        Some(false) => fields.mark_all(&["cla_share_factor"]),
+        None => {}
+    }
+    // One expert is a dense MLP, of `intermediate_size`.
+    let one = |key| fields.peek(key).and_then(super::fields::integer) == Some(1);
+    if class.experts == Mixture::Dense && COUNT.iter().any(|key| one(key)) {
+        fields.mark_all(
+            COUNT
+                .iter()
+                .copied()
+                .filter(|key| one(key))
+                .collect::<Vec<_>>()
+                .as_slice(),
+        );
+        fields.mark_all(PER_TOKEN);
+        fields.mark_all(SHARED);
+        fields.mark_all(&["moe_intermediate_size"]);
+    }
+    Ok(())
 }
 
 /// Width of the dense MLPs.
@@ -952,7 +990,7 @@ mod tests {
             let files = ModelFiles {
                 config: format!("{{{LLAMA}{more}}}").into(),
                 hf_quant_config: hf_quant.map(Into::into),
-                quantize_config: quantize.map(Into::into),
+                quantize_config: quantize.map(|text| ("quantize_config.json", text.into())),
                 index: None,
             };
             let read = files.read("x").map_err(|error| error.to_string())?;

@@ -13,7 +13,7 @@ use slipstream_config::preset::{ModelShape, ReadModel};
 use crate::models::{published, read};
 
 /// Models, each with the shape that is read of its file.
-static MODELS: LazyLock<Vec<(Value, ReadModel)>> = LazyLock::new(|| {
+pub(crate) static MODELS: LazyLock<Vec<(Value, ReadModel)>> = LazyLock::new(|| {
     published()
         .into_iter()
         .filter(|model| model.refused.is_none())
@@ -25,7 +25,7 @@ static MODELS: LazyLock<Vec<(Value, ReadModel)>> = LazyLock::new(|| {
 });
 
 /// The object of the language model.
-fn language(config: &mut Value) -> &mut Map<String, Value> {
+pub(crate) fn language(config: &mut Value) -> &mut Map<String, Value> {
     let object = config.as_object_mut().expect("an object");
     if object.contains_key("text_config") {
         object["text_config"].as_object_mut().expect("an object")

@@ -87,9 +87,9 @@ impl Formats {
     }
 
     /// Describes `shape` as it was read, in a line for people, with the sizes of one GPU that holds all of it:
-    /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.4B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
+    /// `qwen3-30b-a3b: 48 layers, 30.5B parameters, 3.35B active, fp8, 31.2 GB, 96 KiB of KV cache per token`.
     pub fn line(&self, name: &str, shape: &ModelShape) -> String {
-        let billions = |params: u64| format!("{:.1}B", params as f64 / 1e9);
+        let billions = |params: u64| short(params as f64, ["B", "M"]);
         let active = match shape.experts {
             None => String::new(),
             Some(_) => format!(" {} active,", billions(shape.active_params())),
@@ -101,12 +101,12 @@ impl Formats {
             format!("{kib:.1}")
         };
         format!(
-            "{}: {} layers, {} parameters,{active} {}, {:.1} GB, {kib} KiB of KV cache per token",
+            "{}: {} layers, {} parameters,{active} {}, {}, {kib} KiB of KV cache per token",
             name.chars().filter(|c| !c.is_control()).collect::<String>(),
             shape.layers,
             billions(shape.params()),
             self.name(shape),
-            self.weight_bytes(shape, 1, 1) / 1e9,
+            short(self.weight_bytes(shape, 1, 1), [" GB", " MB"]),
         )
     }
 
@@ -129,6 +129,21 @@ impl Formats {
     }
 }
 
+/// A number in units of 10⁹, or of 10⁶ if it is small: with one decimal, or with three significant digits below 10.
+fn short(number: f64, [giga, mega]: [&str; 2]) -> String {
+    let (number, unit) = if number < 1e7 {
+        (number / 1e6, mega)
+    } else {
+        (number / 1e9, giga)
+    };
+    let (mut decimals, mut next) = (1, 10.0);
+    while number < next && decimals < 6 {
+        decimals += 1;
+        next /= 10.0;
+    }
+    format!("{number:.decimals$}{unit}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::models::model;
@@ -140,12 +155,12 @@ mod tests {
             (
                 "qwen3-30b-a3b",
                 Dtype::Fp8,
-                "m: 48 layers, 30.5B parameters, 3.4B active, fp8, 31.2 GB, 48 KiB of KV cache per token",
+                "m: 48 layers, 30.5B parameters, 3.35B active, fp8, 31.2 GB, 48 KiB of KV cache per token",
             ),
             (
                 "llama-3.1-8b",
                 Dtype::Bf16,
-                "m: 32 layers, 8.0B parameters, bf16, 16.1 GB, 128 KiB of KV cache per token",
+                "m: 32 layers, 8.03B parameters, bf16, 16.1 GB, 128 KiB of KV cache per token",
             ),
             (
                 "kimi-k2.5",
@@ -156,6 +171,16 @@ mod tests {
         ] {
             let shape = model(name).expect("a preset");
             assert_eq!(Formats::of(shape, precision).line("m", shape), expected);
+        }
+        for (number, expected) in [
+            (594.21e9, "594.2B"),
+            (10e9, "10.0B"),
+            (8.03e9, "8.03B"),
+            (0.268_098e9, "0.268B"),
+            (0.0536e9, "0.0536B"),
+            (86_528.0, "0.0865M"),
+        ] {
+            assert_eq!(short(number, ["B", "M"]), expected);
         }
     }
 }

@@ -492,6 +492,10 @@ def shown(progress: Progress) -> Callable[[str], None] | None:
     """Return the function that receives lines of progress."""
     if callable(progress):
         return progress
+    if progress is not None and not isinstance(progress, bool):
+        raise ArgumentTypeError(
+            f"progress is {progress!r}, but must be True, False, None or a function of a line"
+        )
     if progress is None:
         progress = sys.stderr.isatty() or _display.in_notebook()
     if not progress:
@@ -509,9 +513,9 @@ def finish(
 
     `trials` runs a batch of trials of a plan; `scale` decides about a pool.
     """
-    show = shown(progress)
-    failed = False
+    failed, show = False, None
     try:
+        show = shown(progress)
         while True:
             try:
                 said = job.wait(WAIT_S)

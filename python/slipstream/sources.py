@@ -99,6 +99,13 @@ def check_text(value: str | None, name: str) -> str | None:
     return value
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as text."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ArgumentTypeError(f"path is {path!r}, but must be a str or an os.PathLike of str")
+    return os.fspath(path)
+
+
 def check_flag(value: bool, name: str) -> bool:
     value = plain(value)
     if not isinstance(value, bool):
@@ -106,16 +113,30 @@ def check_flag(value: bool, name: str) -> bool:
     return value
 
 
+RANGES = {
+    "concurrency": (1, 2**32 - 1),
+    "isl": (1, 100_000_000),
+    "osl": (1, 100_000_000),
+    "requests": (1, 2**64 - 1),
+    "seed": (0, 2**64 - 1),
+    "rate": (1e-8, 1e9),
+    "duration_s": (1e-9, 9e9),
+    "time_scale": (1e-9, 1e9),
+}
+"""Least and most of each number of a workload: as the command's flags have them."""
+
+
 def check_fields(of: object) -> None:
     """Check the fields of a workload or trace, and make them Python's own."""
-    for name in ("concurrency", "isl", "osl"):
-        keep(of, name, check_count(getattr(of, name, None), name, 2**32 - 1))
-    for name in ("requests", "seed"):
-        keep(of, name, check_count(getattr(of, name, None), name))
-    for name in ("rate", "duration_s", "time_scale"):
+    for name, (least, most) in RANGES.items():
         value = getattr(of, name, None)
-        if value is not None:
-            keep(of, name, check_number(value, name))
+        if value is None:
+            continue
+        is_whole = isinstance(least, int)
+        kept = (check_count(value, name) or 0) if is_whole else check_number(value, name)
+        if not least <= kept <= most:
+            raise QuestionError(f"{name} is {value}, but must be {least} to {most}")
+        keep(of, name, kept)
     for name in ("file", "text", "path", "on_bad_line", "columns", "unit"):
         check_text(getattr(of, name, None), name)
     sets = getattr(of, "sets", ())
@@ -176,7 +197,7 @@ class Cluster:
         FileError
             If the file cannot be read.
         """
-        path = os.fspath(path)
+        path = path_text(path)
         text = _native.read_text(path, "the cluster file ")
         cluster = Cluster(os.path.abspath(path), text)
         cluster.to_toml()
@@ -266,7 +287,7 @@ class Workload:
         FileError
             If the file cannot be read.
         """
-        path = os.fspath(path)
+        path = path_text(path)
         return Workload(file=os.path.abspath(path), text=_native.read_text(path, ""))
 
     @staticmethod
@@ -364,7 +385,7 @@ class Trace:
         MissingFileError
             If there is no such file.
         """
-        path = os.path.abspath(os.fspath(path))
+        path = os.path.abspath(path_text(path))
         if not os.path.exists(path):
             from slipstream.errors import MissingFileError
 

@@ -16,7 +16,7 @@ pub(crate) struct ClusterArgs {
     /// Cluster file (docs/cluster-file.md); without one, the defaults
     #[arg(value_name = "CLUSTER.TOML")]
     cluster: Option<PathBuf>,
-    /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated
+    /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated, the last of a key being valid
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Print the effective configuration with the origin of each value, and exit

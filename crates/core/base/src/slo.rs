@@ -126,7 +126,12 @@ impl FromStr for Slo {
                     ));
                 }
             };
-            *slot = Some(parse_ns(value.trim())?);
+            if slot.replace(parse_ns(value.trim())?).is_some() {
+                return Err(format!(
+                    "`{}` is stated twice in `{text}`; keep one",
+                    name.trim()
+                ));
+            }
         }
         Ok(slo)
     }
@@ -220,6 +225,11 @@ mod tests {
             ("ttft=1", "unit"),
             ("ttft=-1s", "negative"),
             ("ttft=xs", "not a time"),
+            (
+                "ttft=1ms,ttft=1s",
+                "`ttft` is stated twice in `ttft=1ms,ttft=1s`",
+            ),
+            ("itl=1ms, e2e=1s,itl =1ms", "`itl` is stated twice"),
         ] {
             let error = text.parse::<Slo>().unwrap_err();
             assert!(error.contains(says), "{error}");

@@ -283,6 +283,16 @@ impl WorkloadSource {
     /// # Errors
     /// If a file cannot be read, or a value is wrong.
     pub fn workload(&self, sets: &[String]) -> anyhow::Result<(Workload, String)> {
+        let nothing = [
+            ("--requests", self.requests == Some(0)),
+            ("--duration", self.duration == Some(Duration::ZERO)),
+            ("--concurrency", self.concurrency == Some(0)),
+            ("--isl", self.isl == Some(0)),
+            ("--osl", self.osl == Some(0)),
+        ];
+        if let Some((flag, _)) = nothing.into_iter().find(|(_, is_zero)| *is_zero) {
+            bail!("{flag} is 0, but must be above 0");
+        }
         let (mut workload, name) = match (self.read(sets)?, &self.trace) {
             (Some((workload, _)), _) => {
                 let name = self.file.as_deref().map(file_name);
@@ -306,8 +316,8 @@ impl WorkloadSource {
             workload.seed = seed;
         }
         if let Some(scale) = self.time_scale {
-            if !(scale.is_finite() && scale > 0.0) {
-                bail!("--time-scale is {scale}, but must be a finite number above 0");
+            if !workload_file::TIME_SCALES.contains(&scale) {
+                bail!("--time-scale is {scale:?}, but must be from 1e-9 to 1e9");
             }
             if stands("time_scale") {
                 workload.time_scale = scale;
@@ -315,10 +325,11 @@ impl WorkloadSource {
         }
         self.read_as(&mut workload)?;
         if let Some(rate) = self.rate
-            && !(rate > 0.0 && rate <= workload_file::RATE_MAX)
+            && !(workload_file::RATE_MIN..=workload_file::RATE_MAX).contains(&rate)
         {
             bail!(
-                "--rate is {rate:?}, but must be above 0 and at most {:e} requests/s",
+                "--rate is {rate:?}, but must be from {:e} to {:e} requests/s",
+                workload_file::RATE_MIN,
                 workload_file::RATE_MAX
             );
         }
@@ -492,7 +503,13 @@ impl PriceSource {
                 Doc::parse(&name, &text)
             }
         };
+        let mut seen = Vec::new();
         for price in &self.prices {
+            let name = price.split('=').next().unwrap_or_default().trim();
+            if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == name) {
+                bail!("--price has `{name}` twice: {first} and {price}; keep one");
+            }
+            seen.push((name, price));
             doc.set(&format!("prices.{price}"));
         }
         Ok(Prices::read(doc, own)?)
@@ -597,6 +614,87 @@ pub(crate) mod as_text {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn loads_of_nothing_are_refused_by_flag() {
+        let of = |source: WorkloadSource| source.workload(&[]).map(|_| ()).unwrap_err().to_string();
+        let none = WorkloadSource::default;
+        for (source, flag) in [
+            (
+                WorkloadSource {
+                    requests: Some(0),
+                    ..none()
+                },
+                "--requests",
+            ),
+            (
+                WorkloadSource {
+                    duration: Some(Duration::ZERO),
+                    ..none()
+                },
+                "--duration",
+            ),
+            (
+                WorkloadSource {
+                    concurrency: Some(0),
+                    ..none()
+                },
+                "--concurrency",
+            ),
+            (
+                WorkloadSource {
+                    isl: Some(0),
+                    ..none()
+                },
+                "--isl",
+            ),
+            (
+                WorkloadSource {
+                    osl: Some(0),
+                    ..none()
+                },
+                "--osl",
+            ),
+            (
+                WorkloadSource {
+                    rate: Some(1e-320),
+                    ..none()
+                },
+                "--rate",
+            ),
+            (
+                WorkloadSource {
+                    rate: Some(f64::NAN),
+                    ..none()
+                },
+                "--rate",
+            ),
+            (
+                WorkloadSource {
+                    time_scale: Some(1e-320),
+                    ..none()
+                },
+                "--time-scale",
+            ),
+        ] {
+            let error = of(source);
+            assert!(error.starts_with(flag), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_price_is_stated_once() {
+        let prices = ["h100-sxm=2", "l40s=1", "h100-sxm =3"];
+        let source = PriceSource {
+            prices: prices.map(str::to_owned).to_vec(),
+            ..PriceSource::default()
+        };
+        let error = source.read(&[]).unwrap_err().to_string();
+        assert!(
+            error.contains("`h100-sxm` twice: h100-sxm=2 and h100-sxm =3"),
+            "{error}"
+        );
+    }
 
     #[test]
     fn flags_win_over_the_file_and_what_varies_over_flags() {

@@ -168,10 +168,13 @@ const KEYS: &[(&str, &[ArrivalKind], &str)] = {
 /// Limit of sessions per second: one per nanosecond, the clock's resolution.
 pub const RATE_MAX: f64 = 1e9;
 
-const RATE_MUST: &str = "above 0 and at most 1e9 (one per nanosecond)";
+/// Lowest rate of sessions per second: one in three years. A lower one has no session within the clock's range.
+pub const RATE_MIN: f64 = 1e-8;
+
+const RATE_MUST: &str = "at least 1e-8 (one in three years) and at most 1e9 (one per nanosecond)";
 
 fn is_rate(per_s: f64) -> bool {
-    per_s > 0.0 && per_s <= RATE_MAX
+    (RATE_MIN..=RATE_MAX).contains(&per_s)
 }
 
 pub(super) fn read_arrival(root: &Table<'_>, has_trace: bool) -> Arrival {

@@ -6,6 +6,9 @@ use super::trace::read_trace;
 use super::{Content, Workload, WorkloadKeys};
 use crate::doc::{Diagnostics, Doc, Settings};
 
+/// Factors of time: within them, no usual time is beyond the clock's range or below its resolution.
+pub const TIME_SCALES: std::ops::RangeInclusive<f64> = 1e-9..=1e9;
+
 /// Keys by which a workload file is known.
 pub(crate) const TELLING_KEYS: [&str; 5] = ["isl", "osl", "arrival", "session", "requests"];
 
@@ -267,7 +270,7 @@ mod tests {
             ("requests = 1\n[arrival]\nkind = \"poisson\"", "rate_per_s"),
             (
                 "duration_s = 1\n[arrival]\nkind = \"constant\"\nrate_per_s = 1e300",
-                "`arrival.rate_per_s` is 1e300, but must be above 0 and at most 1e9",
+                "`arrival.rate_per_s` is 1e300, but must be at least 1e-8 (one in three years) and at most 1e9",
             ),
             (
                 "requests = 1\n[arrival]\nkind = \"closed\"\nrate_per_s = 2",

@@ -37,10 +37,30 @@ static READS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 /// # Errors
 /// If it cannot be read, or exceeds [`BYTES_MAX`] (a device, or weights instead of a `config.json`).
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    if path.metadata()?.file_type().is_fifo() && !is_of_shell(path) {
+    path.metadata()?;
+    if is_named_fifo(path) {
         return read_fifo(path, WRITER_WITHIN, BYTES_MAX);
     }
     read_at_most(File::open(path)?, BYTES_MAX)
+}
+
+/// Whether `path` is a FIFO in a folder, whose opening blocks until another process opens it too: not one of the pipes of
+/// a shell, which are open.
+pub fn is_named_fifo(path: &Path) -> bool {
+    !is_of_shell(path) && path.metadata().is_ok_and(|of| of.file_type().is_fifo())
+}
+
+/// Opens a file that a command reads as it is used, such as a trace.
+///
+/// # Errors
+/// If it cannot be opened, or is a named FIFO: no signal would end the wait for its writer.
+pub fn open_stream(path: &Path) -> io::Result<File> {
+    if is_named_fifo(path) {
+        return Err(invalid(
+            "it is a FIFO; write its content to a file, or pass the command as <(COMMAND)",
+        ));
+    }
+    File::open(path)
 }
 
 /// The content of `path`, of at most `bytes_max` bytes, for a process that runs: within [`READ_WITHIN`].

@@ -231,3 +231,11 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_stream_is_no_fifo() {
+    let kinds = Kinds::new();
+    let error = open_stream(&kinds.at("fifo")).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
+    assert!(open_stream(&kinds.at("link")).is_ok());
+}

@@ -1,10 +1,10 @@
 //! Measured distributions: columns of CSV files.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
 use slipstream_config::workload_file::{Class, Dist};
+use slipstream_os::files;
 
 use crate::error::SourceError;
 
@@ -62,7 +62,7 @@ impl<R: std::io::Read> std::io::Read for Bounded<R> {
 }
 
 fn read(path: &Path, column: Option<&str>) -> Result<Arc<[f64]>, SourceError> {
-    let file = File::open(path).map_err(|source| SourceError::Io {
+    let file = files::open_stream(path).map_err(|source| SourceError::Io {
         path: path.to_owned(),
         source,
     })?;

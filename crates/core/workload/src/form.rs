@@ -86,7 +86,10 @@ pub(crate) enum ModelName {
 
 /// A session's name, of any JSON type.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Hash)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "the id of a session or chat is neither a whole number nor a text"
+)]
 pub(crate) enum SessionId {
     Number(i64),
     Text(String),
@@ -205,7 +208,7 @@ impl Form {
     pub(crate) fn parse(&mut self, line: &[u8], file: &TraceFile) -> Result<Line, String> {
         let mut line = match self {
             Form::Sessions | Form::Json | Form::Record => {
-                let mut line: Line = parse_json(line)?;
+                let mut line: Line = parse_line(line)?;
                 if let (Some(unit), Form::Json) = (file.unit, &self) {
                     line.written = line.timestamp.map(|time| time.to_string());
                     line.timestamp = line.timestamp.map(|time| time * unit.ms());
@@ -268,7 +271,7 @@ struct BailianLine {
 
 impl Bailian {
     fn parse(&mut self, line: &[u8], file: &TraceFile) -> Result<Line, String> {
-        let line: BailianLine = parse_json(line)?;
+        let line: BailianLine = parse_line(line)?;
         // A chat that a second one continues has a branch, which is a session of its own.
         let parent = line
             .parent_chat_id
@@ -533,7 +536,7 @@ pub(crate) fn date_ms(text: &str) -> Option<f64> {
     let second: f64 = time.next()?.parse().ok()?;
     let sound = (1970..=9999).contains(&year)
         && (1..=12).contains(&month)
-        && (1..=31).contains(&day)
+        && (1..=days_of(year, month)).contains(&day)
         && hour < 24
         && minute < 60
         && (0.0..61.0).contains(&second);
@@ -549,6 +552,87 @@ pub(crate) fn date_ms(text: &str) -> Option<f64> {
     let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day - 1 - 719_468;
     let minutes = days as f64 * 1440.0 + f64::from(hour * 60 + minute);
     Some(minutes * 60e3 + second * 1e3)
+}
+
+/// Days of a month.
+fn days_of(year: i64, month: i64) -> i64 {
+    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    match month {
+        2 if leap => 29,
+        2 => 28,
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    }
+}
+
+/// A line of a known format, or an error that names the field at fault.
+fn parse_line<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    parse_json(bytes).map_err(|error| wrong_field(bytes).unwrap_or(error))
+}
+
+/// What is wrong with the type of a field of a known format.
+fn wrong_field(line: &[u8]) -> Option<String> {
+    let object: Map<String, Value> = serde_json::from_slice(line).ok()?;
+    let fields = [
+        ("timestamp", "a number"),
+        ("delay", "a number"),
+        ("input_length", "a whole number up to 4,294,967,295"),
+        ("output_length", "a whole number up to 4,294,967,295"),
+    ];
+    let is_length = |value: &Value| value.as_u64().is_some_and(|n| u32::try_from(n).is_ok());
+    for (name, must) in fields {
+        let is_time = ["timestamp", "delay"].contains(&name);
+        let Some(value) = object.get(name) else {
+            continue;
+        };
+        if value.is_null() && is_time
+            || if is_time {
+                value.is_number()
+            } else {
+                is_length(value)
+            }
+        {
+            continue;
+        }
+        // The other reader knows dates, and numbers that are written as texts or as real numbers.
+        let text = value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned);
+        let reads = if is_time {
+            date_ms(&text).is_some() || text.parse::<f64>().is_ok()
+        } else {
+            tokens(&text, name).is_ok()
+        };
+        let hint = if reads && name != "delay" {
+            let ids = if object.contains_key("hash_ids") {
+                ",ids=hash_ids"
+            } else {
+                ""
+            };
+            let unit = if date_ms(&text).is_some() {
+                ""
+            } else {
+                " --trace-unit ms"
+            };
+            format!(
+                "; to read such values, name the fields: --trace-columns \
+                 arrival=timestamp,isl=input_length,osl=output_length{ids}{unit} (`columns` of [trace])"
+            )
+        } else {
+            String::new()
+        };
+        let shown: String = value.to_string().chars().take(40).collect();
+        return Some(format!("`{name}` is {shown}, but must be {must}{hint}"));
+    }
+    let ids = object.get("hash_ids").filter(|ids| !ids.is_null())?;
+    let Some(ids) = ids.as_array() else {
+        return Some("`hash_ids` is not a list of whole numbers".to_owned());
+    };
+    let at = ids.iter().position(|id| !id.is_u64())?;
+    Some(format!(
+        "`hash_ids` has {} as its id {at}, but ids are whole numbers from 0 to 2^64 - 1",
+        ids[at]
+    ))
 }
 
 pub(crate) fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
@@ -857,6 +941,114 @@ mod tests {
         ] {
             let error = error(&text, file);
             assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn fields_of_other_types_are_named() {
+        let known = TraceFile {
+            path: "t".into(),
+            ..TraceFile::default()
+        };
+        let good = [
+            ("timestamp", "5"),
+            ("input_length", "600"),
+            ("output_length", "5"),
+            ("hash_ids", "[0, 1]"),
+        ];
+        for (field, value, hint) in [
+            ("input_length", "600.0", "--trace-unit ms"),
+            ("input_length", "\"600\"", "--trace-columns"),
+            ("output_length", "5e0", "osl=output_length,ids=hash_ids"),
+            (
+                "timestamp",
+                "\"2026-01-01T00:00:00.250\"",
+                "--trace-columns",
+            ),
+            ("timestamp", "\"5\"", "--trace-unit ms"),
+            ("timestamp", "[5]", "must be a number"),
+            ("input_length", "-1", "a whole number"),
+            ("input_length", "1000000000000000000", "4,294,967,295"),
+            ("output_length", "true", "a whole number"),
+            ("hash_ids", "[0, -1]", "-1 as its id 1"),
+            ("hash_ids", "[\"a\", 1]", "\"a\" as its id 0"),
+            ("hash_ids", "7", "not a list"),
+        ] {
+            for chats in ["", "\"chat_id\": 1, "] {
+                let members: Vec<String> = good
+                    .iter()
+                    .map(|(name, usual)| {
+                        let value = if *name == field { value } else { *usual };
+                        format!("\"{name}\": {value}")
+                    })
+                    .collect();
+                let error = error(&format!("{{{chats}{}}}\n", members.join(", ")), &known);
+                assert!(error.contains(&format!("`{field}`")), "{error}");
+                assert!(error.contains(hint), "{error}");
+                // What the hint says works.
+                if hint.contains("--trace") && !value.contains("5e0") && chats.is_empty() {
+                    assert!(error.contains("arrival=timestamp"), "{error}");
+                }
+            }
+        }
+        let session = |part: &str| {
+            format!(
+                "{{\"timestamp\": 0, \"turns\": [{{\"add\": [{part}], \"output_length\": 1}}]}}\n"
+            )
+        };
+        for part in [
+            "[1]",
+            "[1, 2, \"user\", 3]",
+            "[\"a\", 2]",
+            "7",
+            "[1, 2.5]",
+            "[1, 2, \"robot\"]",
+        ] {
+            let error = error(&session(part), &known);
+            assert!(
+                error.contains("[NAME, TOKENS]") && !error.contains("SegmentLine"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn times_out_of_range_are_shown_as_the_file_has_them() {
+        let named = TraceFile {
+            path: "t".into(),
+            columns: Some("arrival=t,isl=p,osl=a".parse().unwrap()),
+            unit: Some(TimeUnit::S),
+            ..TraceFile::default()
+        };
+        let error = error("t,p,a\n0,5,5\n9e12,5,5\n", &named);
+        assert!(error.contains("`t` is 9e12, but"), "{error}");
+    }
+
+    /// Days are those of the Gregorian calendar: as many as the months of 400 years have.
+    #[test]
+    fn dates_that_no_calendar_has_are_refused() {
+        let mut days = 0;
+        for year in 2000..2400 {
+            for month in 1..=12 {
+                for day in 1..=32 {
+                    let date = format!("{year}-{month:02}-{day:02} 00:00:00");
+                    let Some(ms) = super::date_ms(&date) else {
+                        continue;
+                    };
+                    assert_eq!(ms, (10_957.0 + f64::from(days)) * 86_400e3, "{date}");
+                    days += 1;
+                }
+            }
+        }
+        assert_eq!(days, 146_097);
+        for date in [
+            "2023-02-29",
+            "2026-04-31",
+            "2100-02-29",
+            "2024-13-40",
+            "2024-05-00",
+        ] {
+            assert_eq!(super::date_ms(&format!("{date} 00:00:00")), None, "{date}");
         }
     }
 

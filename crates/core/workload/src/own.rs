@@ -45,7 +45,11 @@ pub(crate) struct TurnLine {
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "a segment of `add` or `prompt` is [NAME, TOKENS] or [NAME, TOKENS, \"system\"], where NAME and TOKENS are \
+                 whole numbers and the third is \"system\", \"user\" or \"assistant\""
+)]
 pub(crate) enum SegmentLine {
     Said(u64, u32, Speaker),
     Plain(u64, u32),

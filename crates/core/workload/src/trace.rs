@@ -33,6 +33,7 @@ use slipstream_base::SimTime;
 use slipstream_base::mix::draw;
 use slipstream_base::width;
 use slipstream_config::workload_file::{Arrival, OnBadLine, TraceFile, Workload};
+use slipstream_os::files;
 
 use crate::draw::Stream;
 use crate::error::{SourceError, served_are};
@@ -42,7 +43,7 @@ use crate::own::SessionLine;
 use crate::plausible;
 use crate::prompt::{Content, PromptSource, Role, Segment};
 use crate::request::{Images, Request, TURNS_MAX};
-use crate::turn::{Turn, TurnPrompt, check_ms};
+use crate::turn::{Turn, TurnPrompt, check_ms, check_time_of};
 
 /// Longest bad line that is skipped: a device may have no end.
 const SKIPPED_BYTES_MAX: u64 = 1 << 30;
@@ -132,7 +133,7 @@ impl Files {
         };
         Ok(Files {
             left,
-            current: File::open(first)?,
+            current: files::open_stream(&first)?,
             last: b'\n',
         })
     }
@@ -158,7 +159,7 @@ impl Read for Files {
             let Some(next) = self.left.pop_front() else {
                 return Ok(0);
             };
-            self.current = File::open(next)?;
+            self.current = files::open_stream(&next)?;
         }
     }
 }
@@ -369,7 +370,7 @@ impl<R: BufRead> Trace<R> {
             ));
         }
         if let Some(timestamp) = line.timestamp {
-            check_ms(&self.names.time, timestamp)?;
+            check_time_of(&self.names.time, timestamp, line.written.as_deref())?;
         }
         if let Some(delay) = line.delay {
             if delay < 0.0 {
@@ -425,7 +426,7 @@ impl<R: BufRead> Trace<R> {
                 Ok(())
             };
         };
-        check_ms(&self.names.time, timestamp)?;
+        check_time_of(&self.names.time, timestamp, written.as_deref())?;
         let written = written.unwrap_or_else(|| timestamp.to_string());
         if timestamp < self.last_ms {
             return Err(format!(
@@ -922,7 +923,7 @@ mod tests {
     fn a_bad_line_is_named_by_number() {
         for (bad, says) in [
             (&GOOD[..40], "column"), // cut short
-            (&GOOD.replace("600", "-1"), "invalid value"),
+            (&GOOD.replace("600", "-1"), "`input_length` is -1"),
             (&GOOD.replace("600", "0"), "`input_length` is 0"),
             (&GOOD.replace("[7, 8]", "[7]"), "takes 2 ids"),
             (&GOOD.replace("5,", "0,"), "`output_length` is 0"),
@@ -1110,7 +1111,10 @@ mod tests {
         let text = format!("{head}0,m,9,2,11,x\n1e300,m,9,2,11,x\n");
         let (requests, _) = check(&text, OnBadLine::Stop);
         let error = requests[1].as_ref().unwrap_err();
-        assert!(error.contains("`Timestamp` is 1e303 ms"), "{error}");
+        assert!(
+            error.contains("`Timestamp` is 1e300, but must be at most a century"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -40,3 +40,14 @@ pub(crate) fn check_ms(name: &str, ms: f64) -> Result<(), String> {
         ))
     }
 }
+
+/// As [`check_ms`], for a time that the file has as `written`.
+pub(crate) fn check_time_of(name: &str, ms: f64, written: Option<&str>) -> Result<(), String> {
+    let Some(written) = written.filter(|_| ms > TIME_MS_MAX) else {
+        return check_ms(name, ms);
+    };
+    let written: String = written.chars().take(40).collect();
+    Err(format!(
+        "`{name}` is {written}, but must be at most a century after the first"
+    ))
+}

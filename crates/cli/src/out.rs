@@ -96,6 +96,11 @@ pub(crate) fn check_writable<'a>(
             _ => Path::new("."),
         };
         anyhow::ensure!(
+            !slipstream_os::files::is_named_fifo(path),
+            "--{flag} {}: that is a FIFO, and writing would wait for its reader; name a file, or >(COMMAND)",
+            path.display()
+        );
+        anyhow::ensure!(
             !path.is_dir(),
             "--{flag} {}: that is a folder; name a file",
             path.display()

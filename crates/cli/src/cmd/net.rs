@@ -1,6 +1,5 @@
 //! `slipstream net`: the packet-level network simulator.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -236,7 +235,8 @@ fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
     // One byte over the limit, to detect longer files.
     let limit = Doc::BYTES_MAX as u64 + 1;
     let mut text = Vec::new();
-    let opened = File::open(file).and_then(|f| f.take(limit).read_to_end(&mut text));
+    let opened =
+        slipstream_os::files::open_stream(file).and_then(|f| f.take(limit).read_to_end(&mut text));
     opened.with_context(|| format!("reading {}", file.display()))?;
     let mut doc = Doc::parse(&file.to_string_lossy(), &text);
     if let Some(dialect) = &args.dialect {
@@ -246,7 +246,7 @@ fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
         doc.set(set);
     }
     let open = |path: &Path| -> Result<Box<dyn BufRead>, String> {
-        let file = File::open(path).map_err(|error| error.to_string())?;
+        let file = slipstream_os::files::open_stream(path).map_err(|error| error.to_string())?;
         Ok(Box::new(BufReader::new(file)))
     };
     let resources = Resources {
@@ -387,7 +387,11 @@ fn check_writable(path: &Path) -> io::Result<()> {
     if meta.as_ref().is_ok_and(std::fs::Metadata::is_dir) {
         return Err(io::Error::other("it is a folder; give a file in it"));
     }
-    // Opening a pipe would wait for its reader.
+    if slipstream_os::files::is_named_fifo(path) {
+        return Err(io::Error::other(
+            "it is a FIFO, and writing would wait for its reader; name a file, or >(COMMAND)",
+        ));
+    }
     if meta.is_ok_and(|meta| !meta.is_file()) {
         return Ok(());
     }

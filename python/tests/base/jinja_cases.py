@@ -193,13 +193,23 @@ class Cases:
                 lambda d: f"({a(d)})[{self.slice(d)}]",
                 lambda d: f"{a(d)}|{self.one('first', 'last')}",
                 lambda d: f"({a(d)} * {self.one(0, 1, 2, 3)})",
-                lambda d: f"{a(d)}|{self.one('urlencode', 'striptags', 'safe|e', 'e|e', 'e|escape')}",
-                lambda d: f"{self.one('d', 'rows[0]', '[(`a b`, s)]', '{1: s}')}|urlencode".replace("`", "'"),
-                lambda d: "{'a': " + a(d) + ", 'b': none, 'c-d': 1}|xmlattr" + self.one("", "(false)"),
-                lambda d: f"({self.whole(d)})|abs|filesizeformat{self.one('', '(true)', '(binary=true)')}",
+                lambda d: (
+                    f"{a(d)}|{self.one('urlencode', 'striptags', 'safe|e', 'e|e', 'e|escape')}"
+                ),
+                lambda d: f"{self.one('d', 'rows[0]', '[(`a b`, s)]', '{1: s}')}|urlencode".replace(
+                    "`", "'"
+                ),
+                lambda d: (
+                    "{'a': " + a(d) + ", 'b': none, 'c-d': 1}|xmlattr" + self.one("", "(false)")
+                ),
+                lambda d: (
+                    f"({self.whole(d)})|abs|filesizeformat{self.one('', '(true)', '(binary=true)')}"
+                ),
                 lambda d: f"{self.one('n', 'long', 'big', '1', '999', '1024 ** 3')}|filesizeformat",
                 lambda d: f"(rows[:3]|{self.one('max', 'min')}(attribute='n')).name",
-                lambda d: f"strftime_now({self.one('', 'format=')}'%C {self.one('%n', '%t', '%%', '%Q', '%E')}')",
+                lambda d: (
+                    f"strftime_now({self.one('', 'format=')}'%C {self.one('%n', '%t', '%%', '%Q', '%E')}')"
+                ),
                 lambda d: f"{self.any(d)}|string",
                 lambda d: (
                     self.json(d)
@@ -369,7 +379,9 @@ class Cases:
             ["yes", "no", "true", "False", "none", "missing", "n", "e", "empty", "d", "xs"],
             [
                 lambda d: self.generator(),
-                lambda d: f"({self.generator()} is {self.one('sequence', 'iterable', 'string', 'mapping', 'defined')})",
+                lambda d: (
+                    f"({self.generator()} is {self.one('sequence', 'iterable', 'string', 'mapping', 'defined')})"
+                ),
                 lambda d: f"({b(d)} {self.one('and', 'or')} {b(d)})",
                 lambda d: f"(not {b(d)})",
                 lambda d: (
@@ -508,17 +520,21 @@ class Cases:
 
     def generator(self):
         """A value that can be iterated over once, and is true."""
-        return "(" + self.one(
-            "rows|selectattr('nope')",
-            "rows|rejectattr('name')",
-            "xs|map('string')",
-            "empty|map('upper')",
-            "xs|select('gt', 9)",
-            "xs|reject('odd')",
-            "empty|batch(2)",
-            "rows[0]|items",
-            "empty|reverse",
-        ) + ")"
+        return (
+            "("
+            + self.one(
+                "rows|selectattr('nope')",
+                "rows|rejectattr('name')",
+                "xs|map('string')",
+                "empty|map('upper')",
+                "xs|select('gt', 9)",
+                "xs|reject('odd')",
+                "empty|batch(2)",
+                "rows[0]|items",
+                "empty|reverse",
+            )
+            + ")"
+        )
 
     def json(self, depth=2):
         """A value of JSON's types."""
@@ -695,37 +711,60 @@ class Cases:
                 + t("endfor")
                 + "{{ ns.c }}{{ ns.l }}"
             ),
-            lambda: t(f"set g = {self.generator()}") + self.one(
-                "{{ g|join }}{{ g|list }}{% for x in g %}{{ x }}{% endfor %}",
-                "{% for x in g %}{{ loop.length }}{{ loop.last }}{{ x }}{% else %}-{% endfor %}{{ g|list }}",
-                "{{ g|first }}{{ g|list }}{{ g|join }}",
-                "{{ g[0] }}{{ g[1:] }}{{ g|list|length }}",
-                "{{ g|tojson }}",
-                "{{ g|length }}",
-                "{{ g|last }}",
+            lambda: (
+                t(f"set g = {self.generator()}")
+                + self.one(
+                    "{{ g|join }}{{ g|list }}{% for x in g %}{{ x }}{% endfor %}",
+                    "{% for x in g %}{{ loop.length }}{{ loop.last }}{{ x }}{% else %}-{% endfor %}{{ g|list }}",
+                    "{{ g|first }}{{ g|list }}{{ g|join }}",
+                    "{{ g[0] }}{{ g[1:] }}{{ g|list|length }}",
+                    "{{ g|tojson }}",
+                    "{{ g|length }}",
+                    "{{ g|last }}",
+                )
             ),
-            lambda: t(f"set {name}, y = {self.one(repr('xy'), 'xs[:2]', 'words[:2]|map(`upper`)', '(1, 2)')}".replace("`", "'"))
-            + f"{{{{ {name} }}}}{{{{ y }}}}",
-            lambda: t(f"set j = joiner({self.one('', repr('|'), 'sep=' + repr(';'), '1')})")
-            + t("for x in xs")
-            + "{{ j() }}{{ x }}"
-            + t("endfor"),
-            lambda: t(f"set c = cycler({self.one('1', '1, none', repr('a') + ', 2.5, xs')})")
-            + "{{ c.current }}"
-            + t("for x in xs")
-            + "{{ c.next() }}{{ c.current }}"
-            + t("endfor")
-            + "{{ c.reset() }}{{ c.next() }}",
-            lambda: t("set ns = namespace([('a', 1)], b=2)")
-            + t("set ns.a = ns.a + ns.b")
-            + "{{ ns.a }}"
-            + self.one("", "{{ ns|tojson }}"),
-            lambda: t(f"set r = range({self.one('5', '2, 9, 3', '5, 0, -2')})")
-            + self.one("{{ r[1] }}{{ r[-1] }}{{ r|length }}{{ 2 in r }}", "{{ r|tojson }}", "{{ r|list|tojson }}{{ r|sum }}"),
-            lambda: t(f"autoescape {self.one('true', 'false')}")
-            + self.one("{{ s }}", "{{ s|safe }}", "{{ s|e }}", "{{ xs }}")
-            + t("endautoescape")
-            + "{{ s }}",
+            lambda: (
+                t(
+                    f"set {name}, y = {self.one(repr('xy'), 'xs[:2]', 'words[:2]|map(`upper`)', '(1, 2)')}".replace(
+                        "`", "'"
+                    )
+                )
+                + f"{{{{ {name} }}}}{{{{ y }}}}"
+            ),
+            lambda: (
+                t(f"set j = joiner({self.one('', repr('|'), 'sep=' + repr(';'), '1')})")
+                + t("for x in xs")
+                + "{{ j() }}{{ x }}"
+                + t("endfor")
+            ),
+            lambda: (
+                t(f"set c = cycler({self.one('1', '1, none', repr('a') + ', 2.5, xs')})")
+                + "{{ c.current }}"
+                + t("for x in xs")
+                + "{{ c.next() }}{{ c.current }}"
+                + t("endfor")
+                + "{{ c.reset() }}{{ c.next() }}"
+            ),
+            lambda: (
+                t("set ns = namespace([('a', 1)], b=2)")
+                + t("set ns.a = ns.a + ns.b")
+                + "{{ ns.a }}"
+                + self.one("", "{{ ns|tojson }}")
+            ),
+            lambda: (
+                t(f"set r = range({self.one('5', '2, 9, 3', '5, 0, -2')})")
+                + self.one(
+                    "{{ r[1] }}{{ r[-1] }}{{ r|length }}{{ 2 in r }}",
+                    "{{ r|tojson }}",
+                    "{{ r|list|tojson }}{{ r|sum }}",
+                )
+            ),
+            lambda: (
+                t(f"autoescape {self.one('true', 'false')}")
+                + self.one("{{ s }}", "{{ s|safe }}", "{{ s|e }}", "{{ xs }}")
+                + t("endautoescape")
+                + "{{ s }}"
+            ),
             lambda: "{{+ " + self.whole(1) + " }}",
             lambda: (
                 t(f"macro m(a, b={self.one('1', repr('q'), 'a')})")

@@ -128,29 +128,43 @@ def test_render_takes_a_tokenizers_directory(binary, tmp_path):
 
 
 def test_numbers_are_pythons(binary):
-    """In arguments of calls, tools and variables: digits, types and the literals that only Python has."""
-    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }} {{ k }} {{ [k] }}"
+    """In arguments of calls, tools and variables: digits, types and literals that JSON lacks."""
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }} "
+    source += "{{ tools | tojson }} {{ k }} {{ [k] }}"
     draw = random.Random(SEED)
-    numbers = ["-0", "-0.0", "18446744073709551615", "18446744073709551616", "-9223372036854775809"]
-    numbers += ["1e400", "-1E400", "1.0", "1.10", "1e2", "100000000000000000000.0", "5e-324"]
-    numbers += [f"{draw.choice(['', '-'])}{draw.randrange(1, 10 ** draw.randrange(1, 60))}" for _ in range(CASES)]
+    numbers = ["-0", "-0.0", "1.0", "1.10", "1e2", "5e-324", "100000000000000000000.0"]
+    numbers += ["18446744073709551615", "18446744073709551616", "-9223372036854775809"]
+    numbers += ["1e400", "-1E400"]
+    for _ in range(CASES):
+        number = draw.randrange(1, 10 ** draw.randrange(1, 60))
+        numbers.append(f"{draw.choice(['', '-'])}{number}")
     bodies, expected = [], []
     for number in numbers:
+        more = f"[NaN, -Infinity, {number}]"
+        arguments = f'{{"id": {number}, "more": {more}, "text": "\\"{number}"}}'
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
+        schema = {"type": "object", "maximum": "NUMBER"}
+        function = {"name": "f", "description": "", "parameters": schema}
+        body = {
+            "messages": said,
+            "tools": [{"type": "function", "function": function}],
+            "chat_template": source,
+            "chat_template_kwargs": {"k": "NUMBER"},
+        }
         # A body's own numbers are JSON's.
         own = "1" if "400" in number else number
-        arguments = f'{{"id": {number}, "more": [NaN, -Infinity, {number}], "text": "\\"{number}"}}'
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-        tools = f'[{{"type": "function", "function": {{"name": "f", "description": "", "parameters": {{"type": "object", "maximum": {own}}}}}}}]'
-        bodies.append(
-            f'{{"messages": {json.dumps(said)}, "tools": {tools}, "chat_template": {json.dumps(source)}, '
-            f'"chat_template_kwargs": {{"k": {own}}}}}\n'
-        )
+        text = json.dumps(body).replace('"NUMBER"', own)
+        bodies.append(text + "\n")
         value = json.loads(own)
-        shown = json.dumps(json.loads(tools))
-        expected.append(f"{json.dumps(json.loads(arguments))} {shown} {value} {[value]}")
+        tools = json.dumps(json.loads(text)["tools"])
+        expected.append(f"{json.dumps(json.loads(arguments))} {tools} {value} {[value]}")
     command = [binary, "tokenizer", "render"]
-    run = subprocess.run(command, input="".join(bodies), capture_output=True, text=True, check=False)
+    text = "".join(bodies)
+    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in run.stdout.split("\n")[:-1]]
     compare(expected, lines, numbers)
     assert len(lines) == len(numbers)

@@ -33,7 +33,9 @@ def compare(expected, rendered, sources):
     same = 0
     wrong = []
     for source, theirs, ours in zip(sources, expected, rendered, strict=True):
-        if theirs is None or any(shown in theirs for shown in jinja_cases.OBJECTS):
+        # Filters may have changed the case.
+        shown = (theirs or "").lower()
+        if theirs is None or any(name.lower() in shown for name in jinja_cases.OBJECTS):
             continue
         if ours.get("prompt") == theirs:
             same += 1

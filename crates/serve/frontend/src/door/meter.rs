@@ -79,9 +79,9 @@ impl Meter {
         if cpu_ns < LONG_NS {
             return;
         }
-        self.metrics.long_polls.observe(cpu_ns);
-        if cpu_ns > self.metrics.poll_max_ns.get() {
-            self.metrics.poll_max_ns.set(cpu_ns);
+        self.metrics.polls.long.observe(cpu_ns);
+        if cpu_ns > self.metrics.polls.max_ns.get() {
+            self.metrics.polls.max_ns.set(cpu_ns);
         }
     }
 }
@@ -133,7 +133,7 @@ mod tests {
                 std::thread::park_timeout(std::time::Duration::from_millis(60));
             });
             blocked.await.unwrap();
-            assert!(metrics.poll_max_ns.get() < 40_000_000);
+            assert!(metrics.polls.max_ns.get() < 40_000_000);
             let busy = meter.spawn(async {
                 let began = thread_cpu_ns();
                 while thread_cpu_ns() - began < 80_000_000 {
@@ -142,6 +142,6 @@ mod tests {
             });
             busy.await.unwrap();
         });
-        assert!(metrics.poll_max_ns.get() >= 80_000_000);
+        assert!(metrics.polls.max_ns.get() >= 80_000_000);
     }
 }

@@ -114,66 +114,62 @@ pub(crate) struct FinishedSequence {
     pub(crate) preemptions: u32,
 }
 
-/// Counters of one shard.
-pub(crate) struct ShardMetrics {
-    pub(crate) connections: Count,
-    pub(crate) connections_open: Count,
-    pub(crate) requests: Count,
-    pub(crate) streams_open: Count,
-    /// Requests in the dispatcher's queue.
-    pub(crate) requests_queued: Count,
-    pub(crate) streams_paused: Count,
-    pub(crate) streams_cut_slow: Count,
-    pub(crate) streams_cut_full: Count,
-    pub(crate) streams_cut_deadline: Count,
-    pub(crate) streams_cut_stop: Count,
-    pub(crate) streams_cut_memory: Count,
-    pub(crate) streams_cut_idle: Count,
+/// Connections of clients.
+pub(crate) struct ConnectionCounts {
+    pub(crate) accepted: Count,
+    pub(crate) open: Count,
     /// Connections ended as their client had no request, or read no answer.
-    pub(crate) connections_idle: Count,
-    pub(crate) connections_unread: Count,
+    pub(crate) idle: Count,
+    pub(crate) unread: Count,
+}
+
+/// How long a shard works on one thing.
+pub(crate) struct PollTimes {
     /// CPU time of the longest poll of a task, ns.
-    pub(crate) poll_max_ns: Count,
+    pub(crate) max_ns: Count,
     /// CPU time of polls that took some time.
-    pub(crate) long_polls: Histogram,
-    pub(crate) disconnects: Count,
-    pub(crate) engine_refusals: Count,
+    pub(crate) long: Histogram,
+}
+
+/// What comes from workers, and goes to them.
+pub(crate) struct PlaneCounts {
+    pub(crate) frames: Count,
+    pub(crate) refusals: Count,
     pub(crate) stale_entries: Count,
     /// Entries for streams that their sender does not run.
     pub(crate) foreign_entries: Count,
     /// Tokens beyond those that were requested.
     pub(crate) excess_tokens: Count,
-    /// Streams given to another worker, as theirs did not take them or vanished.
-    pub(crate) retries: Count,
-    /// Streams whose worker vanished, and that no other could finish.
-    pub(crate) streams_lost: Count,
-    /// Times that a stream that had begun was given to another worker.
-    pub(crate) streams_resumed: Count,
-    /// Streams that had begun, and that no other worker continued.
-    pub(crate) streams_not_resumed: Count,
     /// Prompts that were sent to another worker than their answers.
     pub(crate) prompts_apart: Count,
-    /// Responses stored for requests that continue them.
-    pub(crate) responses_stored: Count,
-    /// Responses that were to be stored, and are not any more or never were for lack of room.
-    pub(crate) responses_evicted: Count,
     /// Bytes of keys and values that were sent between workers.
     pub(crate) kv_bytes: Count,
     /// Streams that were about to go to a worker that had just vanished.
     pub(crate) late_starts: Count,
     /// Connections of workers cut for what they sent.
-    pub(crate) plane_malformed: Count,
+    pub(crate) malformed: Count,
     /// Connections of workers cut for their silence.
-    pub(crate) plane_silent: Count,
-    pub(crate) frames: Count,
-    pub(crate) flushes: Count,
-    /// Those of them that went past the task of their connection.
-    pub(crate) direct_writes: Count,
-    pub(crate) prompt_tokens: Count,
-    pub(crate) generation_tokens: Count,
-    pub(crate) cached_tokens: Count,
-    rejected: [Count; REJECTIONS.len()],
-    finished: [Count; FINISH.len()],
+    pub(crate) silent: Count,
+}
+
+/// Responses that later requests continue.
+pub(crate) struct ResponseCounts {
+    /// Responses stored for requests that continue them.
+    pub(crate) stored: Count,
+    /// Responses that were to be stored, and are not any more or never were for lack of room.
+    pub(crate) evicted: Count,
+}
+
+/// Tokens of all requests.
+pub(crate) struct TokenTotals {
+    pub(crate) prompt: Count,
+    pub(crate) generation: Count,
+    pub(crate) cached: Count,
+    pub(crate) computed: Count,
+}
+
+/// Latencies that clients see, and those of steps on the way.
+pub(crate) struct Latencies {
     pub(crate) ttft: Histogram,
     pub(crate) itl: Histogram,
     /// Of a stream that another worker continues: from its last token to the next.
@@ -188,19 +184,63 @@ pub(crate) struct ShardMetrics {
     pub(crate) table_access: Histogram,
     /// Finding the connection of a worker.
     pub(crate) call_home_lookup: Histogram,
-    prompt_len: Histogram,
-    generation_len: Histogram,
-    generation_len_max: Histogram,
-    params_n: Histogram,
-    params_max_tokens: Histogram,
-    preemptions: Histogram,
-    computed_len: Histogram,
-    pub(crate) computed_tokens: Count,
-    queue_time: Histogram,
-    prefill_time: Histogram,
-    decode_time: Histogram,
-    inference_time: Histogram,
-    token_time: Histogram,
+}
+
+/// Sizes of requests that came to their end, tokens and choices.
+pub(crate) struct Lengths {
+    pub(crate) prompt: Histogram,
+    pub(crate) generation: Histogram,
+    pub(crate) generation_max: Histogram,
+    pub(crate) choices: Histogram,
+    pub(crate) max_tokens: Histogram,
+    pub(crate) preemptions: Histogram,
+    pub(crate) computed: Histogram,
+}
+
+/// Times of the phases of a sequence.
+pub(crate) struct PhaseTimes {
+    pub(crate) queue: Histogram,
+    pub(crate) prefill: Histogram,
+    pub(crate) decode: Histogram,
+    pub(crate) inference: Histogram,
+    pub(crate) per_token: Histogram,
+}
+
+/// Counters of one shard.
+pub(crate) struct ShardMetrics {
+    pub(crate) connections: ConnectionCounts,
+    pub(crate) polls: PollTimes,
+    pub(crate) plane: PlaneCounts,
+    pub(crate) responses: ResponseCounts,
+    pub(crate) tokens: TokenTotals,
+    pub(crate) latency: Latencies,
+    lengths: Lengths,
+    phases: PhaseTimes,
+    pub(crate) requests: Count,
+    pub(crate) streams_open: Count,
+    /// Requests in the dispatcher's queue.
+    pub(crate) requests_queued: Count,
+    pub(crate) streams_paused: Count,
+    pub(crate) streams_cut_slow: Count,
+    pub(crate) streams_cut_full: Count,
+    pub(crate) streams_cut_deadline: Count,
+    pub(crate) streams_cut_stop: Count,
+    pub(crate) streams_cut_memory: Count,
+    pub(crate) streams_cut_idle: Count,
+    pub(crate) disconnects: Count,
+    /// Streams given to another worker, as theirs did not take them or vanished.
+    pub(crate) retries: Count,
+    /// Streams whose worker vanished, and that no other could finish.
+    pub(crate) streams_lost: Count,
+    /// Times that a stream that had begun was given to another worker.
+    pub(crate) streams_resumed: Count,
+    /// Streams that had begun, and that no other worker continued.
+    pub(crate) streams_not_resumed: Count,
+    pub(crate) flushes: Count,
+    /// Those of them that went past the task of their connection.
+    pub(crate) direct_writes: Count,
+    rejected: [Count; REJECTIONS.len()],
+    finished: [Count; FINISH.len()],
     between_stages: [Histogram; STAGE_PAIRS.len()],
 }
 
@@ -210,8 +250,65 @@ impl ShardMetrics {
         let step = || Histogram::new(&BOUNDS_STEP_NS);
         let tokens = || Histogram::new(&BOUNDS_TOKENS);
         ShardMetrics {
-            connections: Count::default(),
-            connections_open: Count::default(),
+            connections: ConnectionCounts {
+                accepted: Count::default(),
+                open: Count::default(),
+                idle: Count::default(),
+                unread: Count::default(),
+            },
+            polls: PollTimes {
+                max_ns: Count::default(),
+                long: time(),
+            },
+            plane: PlaneCounts {
+                frames: Count::default(),
+                refusals: Count::default(),
+                stale_entries: Count::default(),
+                foreign_entries: Count::default(),
+                excess_tokens: Count::default(),
+                prompts_apart: Count::default(),
+                kv_bytes: Count::default(),
+                late_starts: Count::default(),
+                malformed: Count::default(),
+                silent: Count::default(),
+            },
+            responses: ResponseCounts {
+                stored: Count::default(),
+                evicted: Count::default(),
+            },
+            tokens: TokenTotals {
+                prompt: Count::default(),
+                generation: Count::default(),
+                cached: Count::default(),
+                computed: Count::default(),
+            },
+            latency: Latencies {
+                ttft: time(),
+                itl: time(),
+                resume: time(),
+                e2e: time(),
+                pre_send: step(),
+                stream_register: step(),
+                #[cfg(feature = "bench")]
+                table_access: step(),
+                call_home_lookup: step(),
+            },
+            lengths: Lengths {
+                prompt: tokens(),
+                generation: tokens(),
+                generation_max: tokens(),
+                choices: tokens(),
+                max_tokens: tokens(),
+                preemptions: tokens(),
+                computed: tokens(),
+            },
+            phases: PhaseTimes {
+                queue: time(),
+                prefill: time(),
+                decode: time(),
+                inference: time(),
+                per_token: time(),
+            },
             requests: Count::default(),
             streams_open: Count::default(),
             requests_queued: Count::default(),
@@ -222,56 +319,15 @@ impl ShardMetrics {
             streams_cut_stop: Count::default(),
             streams_cut_memory: Count::default(),
             streams_cut_idle: Count::default(),
-            connections_idle: Count::default(),
-            connections_unread: Count::default(),
-            poll_max_ns: Count::default(),
-            long_polls: time(),
             disconnects: Count::default(),
-            engine_refusals: Count::default(),
-            stale_entries: Count::default(),
-            foreign_entries: Count::default(),
-            excess_tokens: Count::default(),
             retries: Count::default(),
             streams_lost: Count::default(),
             streams_resumed: Count::default(),
             streams_not_resumed: Count::default(),
-            prompts_apart: Count::default(),
-            responses_stored: Count::default(),
-            responses_evicted: Count::default(),
-            kv_bytes: Count::default(),
-            late_starts: Count::default(),
-            plane_malformed: Count::default(),
-            plane_silent: Count::default(),
-            frames: Count::default(),
             flushes: Count::default(),
             direct_writes: Count::default(),
-            prompt_tokens: Count::default(),
-            generation_tokens: Count::default(),
-            cached_tokens: Count::default(),
             rejected: Default::default(),
             finished: Default::default(),
-            ttft: time(),
-            itl: time(),
-            resume: time(),
-            e2e: time(),
-            pre_send: step(),
-            stream_register: step(),
-            #[cfg(feature = "bench")]
-            table_access: step(),
-            call_home_lookup: step(),
-            prompt_len: tokens(),
-            generation_len: tokens(),
-            generation_len_max: tokens(),
-            params_n: tokens(),
-            params_max_tokens: tokens(),
-            preemptions: tokens(),
-            computed_len: tokens(),
-            computed_tokens: Count::default(),
-            queue_time: time(),
-            prefill_time: time(),
-            decode_time: time(),
-            inference_time: time(),
-            token_time: time(),
             between_stages: std::array::from_fn(|_| time()),
         }
     }
@@ -283,19 +339,26 @@ impl ShardMetrics {
     /// Counts a sequence that came to its end.
     pub(crate) fn on_finished(&self, reason: FinishReason, sequence: &FinishedSequence) {
         self.finished[reason as usize].add(1);
-        self.prompt_len.observe(u64::from(sequence.prompt));
-        self.generation_len.observe(u64::from(sequence.generated));
-        self.params_max_tokens
+        self.lengths.prompt.observe(u64::from(sequence.prompt));
+        self.lengths
+            .generation
+            .observe(u64::from(sequence.generated));
+        self.lengths
+            .max_tokens
             .observe(u64::from(sequence.max_tokens));
-        self.preemptions.observe(u64::from(sequence.preemptions));
+        self.lengths
+            .preemptions
+            .observe(u64::from(sequence.preemptions));
         let computed = u64::from(sequence.prompt.saturating_sub(sequence.cached));
-        self.computed_len.observe(computed);
+        self.lengths.computed.observe(computed);
     }
 
     /// Counts a prompt all of whose `n` choices came to their end; the longest has so many tokens.
     pub(crate) fn on_choices(&self, n: u32, generated_max: u32) {
-        self.params_n.observe(u64::from(n));
-        self.generation_len_max.observe(u64::from(generated_max));
+        self.lengths.choices.observe(u64::from(n));
+        self.lengths
+            .generation_max
+            .observe(u64::from(generated_max));
     }
 
     /// Notes how long a sequence waited, and how long its prompt and its answer took. Choices of a request share the times
@@ -306,15 +369,18 @@ impl ShardMetrics {
             return; // it got no token
         };
         let queued = times.at(Stage::WorkerRecv).unwrap_or(admitted);
-        self.queue_time.observe(admitted.saturating_sub(queued));
-        self.prefill_time.observe(first.saturating_sub(admitted));
-        self.inference_time
+        self.phases.queue.observe(admitted.saturating_sub(queued));
+        self.phases.prefill.observe(first.saturating_sub(admitted));
+        self.phases
+            .inference
             .observe(last_token_ns.saturating_sub(admitted));
         let shown = times.at(Stage::FrameRecv).unwrap_or(first);
         let decode = last_token_ns.saturating_sub(shown);
-        self.decode_time.observe(decode);
+        self.phases.decode.observe(decode);
         if generated > 1 {
-            self.token_time.observe(decode / u64::from(generated - 1));
+            self.phases
+                .per_token
+                .observe(decode / u64::from(generated - 1));
         }
     }
 
@@ -353,8 +419,8 @@ impl FrontendTotals {
     /// First tokens since the start, and the sum of the times to them, s. Those of real engines are not measured.
     pub fn first_tokens(&self) -> (u64, f64) {
         self.0.iter().fold((0, 0.0), |(count, sum_s), shard| {
-            let own = shard.ttft.count();
-            (count + own, sum_s + shard.ttft.sum() as f64 / 1e9)
+            let own = shard.latency.ttft.count();
+            (count + own, sum_s + shard.latency.ttft.sum() as f64 / 1e9)
         })
     }
 }
@@ -435,8 +501,8 @@ impl FrontendCollector {
                 "client_connections_max",
                 load(&budget.refused_client_connections),
             ),
-            ("idle", self.sum(|s| &s.connections_idle)),
-            ("unread", self.sum(|s| &s.connections_unread)),
+            ("idle", self.sum(|s| &s.connections.idle)),
+            ("unread", self.sum(|s| &s.connections.unread)),
         ] {
             family
                 .encode_family(&[("reason", reason)])?
@@ -457,9 +523,9 @@ impl FrontendCollector {
             e,
             "slipstream_shard_long_poll",
             "CPU time for which a shard worked on one thing, if over 0.2 ms",
-            |s| &s.long_polls,
+            |s| &s.polls.long,
         )?;
-        let max_ns = self.shards.iter().map(|s| s.poll_max_ns.get()).max();
+        let max_ns = self.shards.iter().map(|s| s.polls.max_ns.get()).max();
         e.encode_descriptor(
             "slipstream_shard_poll_max",
             "Longest CPU time for which a shard worked on one thing",
@@ -573,12 +639,12 @@ impl FrontendCollector {
 
     /// Prompt tokens, by source.
     fn prompt_sources(&self, e: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let cached = self.sum(|s| &s.cached_tokens);
+        let cached = self.sum(|s| &s.tokens.cached);
         let help = "Prompt tokens by source; those of open requests are in none";
         let name = "vllm:prompt_tokens_by_source";
         let mut family = e.encode_descriptor(name, help, None, MetricType::Counter)?;
         for (source, value) in [
-            ("local_compute", self.sum(|s| &s.computed_tokens)),
+            ("local_compute", self.sum(|s| &s.tokens.computed)),
             ("local_cache_hit", cached),
             ("external_kv_transfer", 0),
         ] {
@@ -690,86 +756,88 @@ enum Row {
 const PAGE: &[Row] = &[
     // vLLM's names and meanings, so that its dashboards work.
     Row::Seconds("vllm:time_to_first_token", "Arrival to first token", |s| {
-        &s.ttft
+        &s.latency.ttft
     }),
-    Row::Seconds("vllm:inter_token_latency", "Gap between tokens", |s| &s.itl),
+    Row::Seconds("vllm:inter_token_latency", "Gap between tokens", |s| {
+        &s.latency.itl
+    }),
     Row::Seconds(
         "slipstream_stream_resume",
         "From the last token of a lost worker to the first of the worker that continues",
-        |s| &s.resume,
+        |s| &s.latency.resume,
     ),
     Row::Seconds("vllm:e2e_request_latency", "Arrival to last token", |s| {
-        &s.e2e
+        &s.latency.e2e
     }),
     Row::Tokens(
         "vllm:request_prompt_tokens",
         "Prompt tokens per request",
-        |s| &s.prompt_len,
+        |s| &s.lengths.prompt,
     ),
     Row::Tokens(
         "vllm:request_generation_tokens",
         "Generated tokens per request",
-        |s| &s.generation_len,
+        |s| &s.lengths.generation,
     ),
-    Row::Counter("vllm:prompt_tokens", "Prompt tokens", |s| &s.prompt_tokens),
+    Row::Counter("vllm:prompt_tokens", "Prompt tokens", |s| &s.tokens.prompt),
     Row::Counter("vllm:generation_tokens", "Generated tokens", |s| {
-        &s.generation_tokens
+        &s.tokens.generation
     }),
     Row::Several(FrontendCollector::successes),
     Row::Seconds(
         "vllm:request_queue_time",
         "From arrival at an engine to admission",
-        |s| &s.queue_time,
+        |s| &s.phases.queue,
     ),
     Row::Seconds(
         "vllm:request_prefill_time",
         "From admission to the end of the first token's step",
-        |s| &s.prefill_time,
+        |s| &s.phases.prefill,
     ),
     Row::Seconds(
         "vllm:request_decode_time",
         "From the first token to the last",
-        |s| &s.decode_time,
+        |s| &s.phases.decode,
     ),
     Row::Seconds(
         "vllm:request_inference_time",
         "From admission to the last token",
-        |s| &s.inference_time,
+        |s| &s.phases.inference,
     ),
     Row::Seconds(
         "vllm:request_time_per_output_token",
         "Time per output token after the first, per request",
-        |s| &s.token_time,
+        |s| &s.phases.per_token,
     ),
     Row::Tokens(
         "vllm:request_max_num_generation_tokens",
         "Tokens of the longest choice of a prompt",
-        |s| &s.generation_len_max,
+        |s| &s.lengths.generation_max,
     ),
     Row::Tokens(
         "vllm:request_params_n",
         "Choices per prompt, as requested",
-        |s| &s.params_n,
+        |s| &s.lengths.choices,
     ),
     Row::Tokens(
         "vllm:request_params_max_tokens",
         "Limit of the answer's tokens, as requested or as fits",
-        |s| &s.params_max_tokens,
+        |s| &s.lengths.max_tokens,
     ),
     Row::Tokens(
         "vllm:request_num_preemptions",
         "Preemptions per request",
-        |s| &s.preemptions,
+        |s| &s.lengths.preemptions,
     ),
     Row::Tokens(
         "vllm:request_prefill_kv_computed_tokens",
         "Prompt tokens per request that were not cached",
-        |s| &s.computed_len,
+        |s| &s.lengths.computed,
     ),
     Row::Counter(
         "vllm:prompt_tokens_cached",
         "Prompt tokens found cached",
-        |s| &s.cached_tokens,
+        |s| &s.tokens.cached,
     ),
     Row::Several(FrontendCollector::prompt_sources),
     Row::Several(FrontendCollector::absent_caches),
@@ -778,31 +846,31 @@ const PAGE: &[Row] = &[
     Row::Seconds(
         "slipstream_pre_send",
         "From a routing decision to the request's being on its way",
-        |s| &s.pre_send,
+        |s| &s.latency.pre_send,
     ),
     Row::Seconds(
         "slipstream_stream_register",
         "Opening the streams of a request",
-        |s| &s.stream_register,
+        |s| &s.latency.stream_register,
     ),
     #[cfg(feature = "bench")]
     Row::Seconds(
         "slipstream_table_access",
         "Finding a stream, measured once a frame, with the clock's own cost",
-        |s| &s.table_access,
+        |s| &s.latency.table_access,
     ),
     Row::Seconds(
         "slipstream_call_home_lookup",
         "Finding the connection of a worker, with the clock's own cost",
-        |s| &s.call_home_lookup,
+        |s| &s.latency.call_home_lookup,
     ),
     Row::Counter("slipstream_http_requests", "HTTP requests", |s| &s.requests),
     Row::Counter("slipstream_connections", "Connections accepted", |s| {
-        &s.connections
+        &s.connections.accepted
     }),
     Row::Several(FrontendCollector::connections_max),
     Row::Gauge("slipstream_connections_open", "Connections open", |s| {
-        &s.connections_open
+        &s.connections.open
     }),
     Row::Several(FrontendCollector::limits),
     Row::Gauge("slipstream_streams_open", "Sequences under way", |s| {
@@ -816,7 +884,7 @@ const PAGE: &[Row] = &[
     Row::Counter(
         "slipstream_cached_tokens",
         "Prompt tokens found cached",
-        |s| &s.cached_tokens,
+        |s| &s.tokens.cached,
     ),
     Row::Several(FrontendCollector::rejections),
     Row::Counter(
@@ -833,24 +901,26 @@ const PAGE: &[Row] = &[
     Row::Counter(
         "slipstream_engine_refusals",
         "Requests an engine refused",
-        |s| &s.engine_refusals,
+        |s| &s.plane.refusals,
     ),
     Row::Counter(
         "slipstream_stale_entries",
         "Frame entries for streams that had ended here (cancelled ones)",
-        |s| &s.stale_entries,
+        |s| &s.plane.stale_entries,
     ),
     Row::Counter(
         "slipstream_foreign_entries",
         "Frame entries for streams that their sender does not run",
-        |s| &s.foreign_entries,
+        |s| &s.plane.foreign_entries,
     ),
     Row::Counter(
         "slipstream_excess_tokens",
         "Tokens beyond those that were requested, not shown",
-        |s| &s.excess_tokens,
+        |s| &s.plane.excess_tokens,
     ),
-    Row::Counter("slipstream_frames", "Pass frames received", |s| &s.frames),
+    Row::Counter("slipstream_frames", "Pass frames received", |s| {
+        &s.plane.frames
+    }),
     Row::Counter(
         "slipstream_streams_retried",
         "Streams given to a second worker, as the first did not take them or vanished",
@@ -874,37 +944,37 @@ const PAGE: &[Row] = &[
     Row::Counter(
         "slipstream_responses_stored",
         "Responses stored for requests that continue them",
-        |s| &s.responses_stored,
+        |s| &s.responses.stored,
     ),
     Row::Counter(
         "slipstream_responses_evicted",
         "Responses not stored, or removed from the store, for lack of room",
-        |s| &s.responses_evicted,
+        |s| &s.responses.evicted,
     ),
     Row::Counter(
         "slipstream_prompts_apart",
         "Prompts sent to another worker than their answers",
-        |s| &s.prompts_apart,
+        |s| &s.plane.prompts_apart,
     ),
     Row::Counter(
         "slipstream_kv_sent_bytes",
         "Bytes of keys and values sent from worker to worker",
-        |s| &s.kv_bytes,
+        |s| &s.plane.kv_bytes,
     ),
     Row::Counter(
         "slipstream_streams_late",
         "Streams about to go to a worker that had just vanished",
-        |s| &s.late_starts,
+        |s| &s.plane.late_starts,
     ),
     Row::Counter(
         "slipstream_plane_malformed",
         "Connections of workers cut for what they sent",
-        |s| &s.plane_malformed,
+        |s| &s.plane.malformed,
     ),
     Row::Counter(
         "slipstream_plane_silent",
         "Connections of workers cut for their silence",
-        |s| &s.plane_silent,
+        |s| &s.plane.silent,
     ),
     Row::Counter("slipstream_flushes", "Body pieces handed to sockets", |s| {
         &s.flushes
@@ -939,9 +1009,9 @@ mod tests {
     #[test]
     fn shards_are_summed_and_buckets_are_cumulative() {
         let shards = vec![Arc::new(ShardMetrics::new()), Arc::new(ShardMetrics::new())];
-        shards[0].ttft.observe(1_500); // between 1 and 2 µs
-        shards[1].ttft.observe(1_000); // a bound belongs to its bucket
-        shards[1].ttft.observe(u64::MAX / 2);
+        shards[0].latency.ttft.observe(1_500); // between 1 and 2 µs
+        shards[1].latency.ttft.observe(1_000); // a bound belongs to its bucket
+        shards[1].latency.ttft.observe(u64::MAX / 2);
         shards[0].on_rejected(Rejection::Busy);
         shards[1].on_rejected(Rejection::Busy);
         let mut registry = Registry::default();

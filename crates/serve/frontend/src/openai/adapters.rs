@@ -3,7 +3,7 @@
 //! Source: vLLM, `vllm/entrypoints/serve/lora/protocol.py`.
 
 use super::ApiError;
-use super::request::{boolean, missing, read_members, text};
+use super::members::{boolean, missing, read_members, text};
 
 /// A path of an adapter at most, bytes. Source: Linux's `PATH_MAX`.
 const PATH_BYTES_MAX: usize = 4096;

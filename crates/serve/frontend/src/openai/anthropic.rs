@@ -8,7 +8,7 @@ use slipstream_structured::Tree;
 
 use super::chunks::Chunks;
 use super::error::clip;
-use super::request::{missing, read_members, text, text_member, whole, wrong_type};
+use super::members::{missing, read_members, text, text_member, whole, wrong_type};
 use super::value::{Json, lax_whole};
 use super::{ApiError, Usage};
 
@@ -59,7 +59,7 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
                     return Err(wrong_type(name, "an array of strings", &value));
                 }
                 "stop_sequences" => put("stop", value.into_tree()),
-                "stream" => stream = super::request::boolean(name, &value)?,
+                "stream" => stream = super::members::boolean(name, &value)?,
                 "system" => system = system_text(name, value)?,
                 "metadata" | "thinking" if !matches!(value, Json::Object(_)) => {
                     return Err(wrong_type(name, "an object", &value));
@@ -523,7 +523,7 @@ fn tools(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
         let path = format!("{path}.{at}");
         let strict = match element.member("strict") {
             None | Some(Json::Null) => None,
-            Some(strict) => Some(super::request::boolean(&format!("{path}.strict"), strict)?),
+            Some(strict) => Some(super::members::boolean(&format!("{path}.strict"), strict)?),
         };
         let tool = element.into_tree();
         match tool.get("type").and_then(Tree::as_text) {
@@ -614,7 +614,7 @@ fn tool_choice(path: &str, value: &Json<'_>) -> Result<(Tree, Option<bool>), Api
         None | Some(Json::Null) => None,
         Some(disabled) => {
             let path = format!("{path}.disable_parallel_tool_use");
-            Some(!super::request::boolean(&path, disabled)?)
+            Some(!super::members::boolean(&path, disabled)?)
         }
     };
     if !matches!(

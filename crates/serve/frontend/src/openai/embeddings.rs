@@ -6,7 +6,7 @@ use slipstream_base::mix;
 use slipstream_base::width::nearest_f32;
 use slipstream_structured::Tree;
 
-use super::request::{missing, read_members, whole, wrong_type};
+use super::members::{missing, read_members, whole, wrong_type};
 use super::value::Json;
 use super::{ApiError, Head};
 use crate::json::{self, Out};

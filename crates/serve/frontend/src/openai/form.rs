@@ -3,7 +3,7 @@
 use slipstream_structured::{FormError, Rng, Tree, check_schema, text_by_pattern};
 
 use super::ApiError;
-use super::request::{boolean, missing, text, wrong_type};
+use super::members::{boolean, missing, text, wrong_type};
 use super::value::Json;
 
 /// Tools of a request at most. OpenAI takes 128.

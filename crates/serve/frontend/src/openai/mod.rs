@@ -14,6 +14,8 @@ mod form;
 mod listing;
 mod literals;
 mod logprobs;
+mod members;
+mod messages;
 mod request;
 mod responses;
 mod sse;

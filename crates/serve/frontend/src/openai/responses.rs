@@ -8,7 +8,8 @@ use slipstream_structured::Tree;
 
 use super::chunks::Chunks;
 use super::error::clip;
-use super::request::{LOGPROBS_MAX, boolean, missing, read_members, text, whole, wrong_type};
+use super::members::{boolean, missing, read_members, text, whole, wrong_type};
+use super::request::LOGPROBS_MAX;
 use super::value::Json;
 use super::{ApiError, Usage};
 
@@ -564,10 +565,10 @@ fn image_part(path: &str, part: &Tree) -> Result<Tree, ApiError> {
         ));
     }
     let path = format!("{path}.image_url");
-    let url = super::request::text_member(&path, part.get("image_url"))?;
+    let url = super::members::text_member(&path, part.get("image_url"))?;
     // Here, because the chat's parts are counted from other places.
-    if !super::request::is_image_address(url) {
-        return Err(super::request::wrong_image_address(&path));
+    if !super::messages::is_image_address(url) {
+        return Err(super::messages::wrong_image_address(&path));
     }
     Ok(object([
         ("type", Tree::Text("image_url".into())),

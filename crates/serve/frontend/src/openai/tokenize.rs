@@ -5,10 +5,9 @@ use std::borrow::Cow;
 use slipstream_base::TokenId;
 use slipstream_structured::Tree;
 
-use super::request::{
-    boolean, messages, missing, model as model_name, opens_turn, read_members, template_kwargs,
-    text, tokens,
-};
+use super::members::{boolean, missing, read_members, text, tokens};
+use super::messages::{messages, opens_turn};
+use super::request::{model as model_name, template_kwargs};
 use super::value::Json;
 use super::{ApiError, form};
 use crate::json::{self, Out};

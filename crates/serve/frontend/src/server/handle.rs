@@ -21,7 +21,7 @@ use crate::door::metrics::Rejection;
 use crate::door::service::Service;
 use crate::door::shard::Shard;
 use crate::door::trace_context::{Span, TraceId};
-use crate::openai::message_error;
+use crate::openai::{ApiError, message_error};
 use crate::server::plane::Plane;
 use crate::server::routes::{MESSAGES, route};
 use crate::server::ui;
@@ -42,19 +42,7 @@ pub(crate) async fn handle(
     let id = request_id(shard, request.headers());
     let span = begin_span(shard, &request);
     if shard.service.access.is_some() || span.is_some() {
-        let trace_id = match &span {
-            Some(span) => Some(span.trace.clone()),
-            None => TraceId::of(request.headers()),
-        };
-        let entry = Entry {
-            request_id: id.clone(),
-            method: request.method().as_str().to_owned(),
-            path: request.uri().path().to_owned(),
-            begun_ns: now,
-            trace_id: trace_id.map(|id| id.as_str().to_owned()),
-            span,
-            ..Entry::default()
-        };
+        let entry = entry_of(&request, &id, now, span);
         owner.account().open_line(&shard.service, entry);
     }
     let origin = allowed_origin(&shard.service, request.headers());
@@ -74,35 +62,7 @@ pub(crate) async fn handle(
             Plane::Workers(workers) => route(workers, &owner, request, &id, times).await,
         }
     };
-    let mut response = match routed {
-        Ok(response) => response,
-        Err(error) => {
-            let why = match error.status {
-                401 => Some(Rejection::Unauthorized),
-                _ if error.is_about_memory() => Some(Rejection::Memory),
-                400..=499 if error.status != 429 => Some(Rejection::Invalid),
-                _ => None, // counted where it arose
-            };
-            if let Some(why) = why {
-                shard.metrics.on_rejected(why);
-            }
-            // A server that refuses everything would fill a disk: once a second, with a count.
-            if error.status >= 500
-                && let Some(suppressed) = shard.log_allowed()
-            {
-                let more = match suppressed {
-                    0 => String::new(),
-                    n => format!(" ({n} more such answers since the last such line)"),
-                };
-                tracing::warn!(request = %id, status = error.status, "{}{more}", error.message);
-            }
-            match &plane {
-                Plane::Engines(_) => error_response(&error),
-                _ if is_message => with_retry(&error, message_error(&error)),
-                _ => error_response(&error),
-            }
-        }
-    };
+    let mut response = routed.unwrap_or_else(|error| error_answer(&plane, &error, &id, is_message));
     // An engine's own id stays.
     if !response.headers().contains_key(X_REQUEST_ID)
         && let Ok(id) = HeaderValue::from_str(&id)
@@ -110,16 +70,7 @@ pub(crate) async fn handle(
         response.headers_mut().insert(X_REQUEST_ID, id);
     }
     if !shard.service.origins.is_empty() {
-        // Caches must not give one page's answer to another.
-        let headers = response.headers_mut();
-        headers.append(VARY, HeaderValue::from_static("origin"));
-        if let Some(origin) = origin {
-            headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
-            headers.insert(
-                ACCESS_CONTROL_EXPOSE_HEADERS,
-                HeaderValue::from_static("x-request-id, x-slipstream-trace, retry-after"),
-            );
-        }
+        name_origin(response.headers_mut(), origin);
     }
     if is_http1 && shard.draining.get() {
         let headers = response.headers_mut();
@@ -139,6 +90,64 @@ pub(crate) async fn handle(
     }
     body.belongs_to(owner);
     Ok(response)
+}
+
+/// What the access log and the span say of a request from the start.
+fn entry_of(request: &Request<Incoming>, id: &str, now: u64, span: Option<Span>) -> Entry {
+    let trace_id = match &span {
+        Some(span) => Some(span.trace.clone()),
+        None => TraceId::of(request.headers()),
+    };
+    Entry {
+        request_id: id.to_owned(),
+        method: request.method().as_str().to_owned(),
+        path: request.uri().path().to_owned(),
+        begun_ns: now,
+        trace_id: trace_id.map(|id| id.as_str().to_owned()),
+        span,
+        ..Entry::default()
+    }
+}
+
+/// The answer that an error is, which is counted and logged. Anthropic's API has errors of its own shape.
+fn error_answer(plane: &Plane, error: &ApiError, id: &str, is_message: bool) -> Response<HttpBody> {
+    let shard = plane.shard();
+    let why = match error.status {
+        401 => Some(Rejection::Unauthorized),
+        _ if error.is_about_memory() => Some(Rejection::Memory),
+        400..=499 if error.status != 429 => Some(Rejection::Invalid),
+        _ => None, // counted where it arose
+    };
+    if let Some(why) = why {
+        shard.metrics.on_rejected(why);
+    }
+    // A server that refuses everything would fill a disk: once a second, with a count.
+    if error.status >= 500
+        && let Some(suppressed) = shard.log_allowed()
+    {
+        let more = match suppressed {
+            0 => String::new(),
+            n => format!(" ({n} more such answers since the last such line)"),
+        };
+        tracing::warn!(request = %id, status = error.status, "{}{more}", error.message);
+    }
+    match plane {
+        Plane::Workers(_) if is_message => with_retry(error, message_error(error)),
+        _ => error_response(error),
+    }
+}
+
+/// Names the page that may read an answer, if one may.
+fn name_origin(headers: &mut HeaderMap, origin: Option<HeaderValue>) {
+    // Caches must not give one page's answer to another.
+    headers.append(VARY, HeaderValue::from_static("origin"));
+    if let Some(origin) = origin {
+        headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.insert(
+            ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static("x-request-id, x-slipstream-trace, retry-after"),
+        );
+    }
 }
 
 /// The span of a request, if spans are exported and its trace is sampled.

@@ -455,14 +455,14 @@ async fn run_shard(
         let (plane, open, stopped) = (plane.clone(), open.clone(), unseen.clone());
         meter.spawn(async move {
             let shard = plane.shard();
-            shard.metrics.connections.add(1);
-            shard.metrics.connections_open.add(1);
+            shard.metrics.connections.accepted.add(1);
+            shard.metrics.connections.open.add(1);
             if let Ok(stream) = TcpStream::from_std(socket) {
                 let connection = Connection::new(permit.client.clone());
                 serve_connection(&plane, &connection, stream, stopped, linger).await;
             }
             drop(permit);
-            shard.metrics.connections_open.sub(1);
+            shard.metrics.connections.open.sub(1);
             open.sub();
         });
     }
@@ -741,8 +741,8 @@ async fn serve_http2(
         outcome = connection.as_mut() => outcome,
         why = client.expired(&shard.service.limits) => {
             let count = match why {
-                Expired::Idle => &shard.metrics.connections_idle,
-                Expired::Unread => &shard.metrics.connections_unread,
+                Expired::Idle => &shard.metrics.connections.idle,
+                Expired::Unread => &shard.metrics.connections.unread,
             };
             count.add(1);
             if why == Expired::Idle {

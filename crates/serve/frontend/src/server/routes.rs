@@ -333,49 +333,58 @@ async fn answer(
             };
             manage::answer(service, manage, &query, &body)
         }
-        Endpoint::Models => {
-            let adapters = service.management.adapters();
-            let base = card(service);
-            let of_adapters = adapters.iter().map(|adapter| ModelCard {
-                id: &adapter.name,
-                root: &adapter.path,
-                parent: Some(&service.model),
-                ..base
-            });
-            let cards: Vec<ModelCard<'_>> = std::iter::once(base).chain(of_adapters).collect();
-            Ok(json(200, models_json(&cards)))
-        }
-        Endpoint::Model => {
-            let model = percent_decode(&path[route.path.len()..]);
-            let adapter = generate::check_model(service, Some(&model))?;
-            let base = card(service);
-            let shown = match &adapter {
-                None => base,
-                Some(adapter) => ModelCard {
-                    id: &model,
-                    root: &adapter.path,
-                    parent: Some(&service.model),
-                    ..base
-                },
-            };
-            Ok(json(200, model_json(&shown)))
-        }
+        Endpoint::Models => Ok(models(service)),
+        Endpoint::Model => model(service, &path[route.path.len()..]),
         Endpoint::Health => Ok(health(shard)),
         Endpoint::Ready => Ok(ready(shard, any_ready(&shard.service.fleets.serve))),
         Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
         Endpoint::Version => Ok(json(200, version_json().to_vec())),
-        Endpoint::OpenApi if service.management.is_served() => {
-            Ok(json(200, openapi_json().to_vec()))
-        }
-        Endpoint::OpenApi => {
-            let managed = ROUTES
-                .iter()
-                .filter(|route| matches!(route.endpoint, Endpoint::Manage(_)))
-                .map(|route| route.path);
-            Ok(json(200, openapi_json_without(managed)))
-        }
+        Endpoint::OpenApi => Ok(json(200, description(service))),
         Endpoint::Metrics => metrics(shard, request.headers(), id),
     }
+}
+
+/// The served model and its adapters.
+fn models(service: &Service) -> Response<HttpBody> {
+    let adapters = service.management.adapters();
+    let base = card(service);
+    let of_adapters = adapters.iter().map(|adapter| ModelCard {
+        id: &adapter.name,
+        root: &adapter.path,
+        parent: Some(&service.model),
+        ..base
+    });
+    let cards: Vec<ModelCard<'_>> = std::iter::once(base).chain(of_adapters).collect();
+    json(200, models_json(&cards))
+}
+
+/// The model or adapter that the end of a path names.
+fn model(service: &Service, name: &str) -> Result<Response<HttpBody>, ApiError> {
+    let name = percent_decode(name);
+    let adapter = generate::check_model(service, Some(&name))?;
+    let base = card(service);
+    let shown = match &adapter {
+        None => base,
+        Some(adapter) => ModelCard {
+            id: &name,
+            root: &adapter.path,
+            parent: Some(&service.model),
+            ..base
+        },
+    };
+    Ok(json(200, model_json(&shown)))
+}
+
+/// The description of the routes that are served.
+fn description(service: &Service) -> Vec<u8> {
+    if service.management.is_served() {
+        return openapi_json().to_vec();
+    }
+    let managed = ROUTES
+        .iter()
+        .filter(|route| matches!(route.endpoint, Endpoint::Manage(_)))
+        .map(|route| route.path);
+    openapi_json_without(managed)
 }
 
 fn card(service: &Service) -> ModelCard<'_> {

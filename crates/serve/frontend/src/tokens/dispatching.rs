@@ -598,6 +598,7 @@ impl Workers {
             self.shard.metrics.streams_resumed.add(u64::from(resumed));
             self.shard
                 .metrics
+                .plane
                 .prompts_apart
                 .add(u64::from(disaggregated));
             let mut state = job.reply.state.borrow_mut();
@@ -662,7 +663,7 @@ impl Workers {
             if state.times.at(Stage::Dispatched).is_none() {
                 let routed = state.times.at(Stage::Routed).unwrap_or(start.dispatched_ns);
                 let took = start.dispatched_ns.saturating_sub(routed);
-                self.shard.metrics.pre_send.observe(took);
+                self.shard.metrics.latency.pre_send.observe(took);
                 state.times.note(Stage::Dispatched, start.dispatched_ns);
             }
             drop(state);
@@ -732,7 +733,7 @@ impl Workers {
         };
         drop(dispatcher);
         let bytes = network.bytes(from.worker, tokens);
-        self.shard.metrics.kv_bytes.add(bytes);
+        self.shard.metrics.plane.kv_bytes.add(bytes);
         let arrival = Arrival { id, attempt };
         let transfer = network.send(self.shard.index, arrival, from.worker, to.worker, bytes);
         of.with_request(id, |job| {
@@ -774,7 +775,7 @@ impl Workers {
             Transport::Sockets(remote) => {
                 remote.start(&start, &self.shard.metrics).map_err(|why| {
                     if why == NotSent::Tombstone {
-                        self.shard.metrics.late_starts.add(1);
+                        self.shard.metrics.plane.late_starts.add(1);
                     }
                     start
                 })

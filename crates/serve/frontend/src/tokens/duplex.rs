@@ -200,7 +200,8 @@ impl Feeder {
         self.workers
             .shard
             .metrics
-            .prompt_tokens
+            .tokens
+            .prompt
             .add(tokens.len() as u64);
         self.reply
             .state

@@ -673,7 +673,7 @@ pub(crate) async fn dispatch(
     if let Some(adapter) = &adapter {
         shape.model = adapter.name.as_str().into();
     }
-    workers.shard.metrics.prompt_tokens.add(shape.prompt_tokens);
+    workers.shard.metrics.tokens.prompt.add(shape.prompt_tokens);
     let trace = head.traced.then(|| Trace {
         block_size: service.block_size.max(1),
         scores: String::new(),
@@ -857,7 +857,7 @@ fn register(
         })?);
     }
     let took = monotonic_ns() - register_ns;
-    workers.shard.metrics.stream_register.observe(took);
+    workers.shard.metrics.latency.stream_register.observe(took);
     Ok(registrations)
 }
 

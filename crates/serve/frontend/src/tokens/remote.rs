@@ -181,7 +181,10 @@ impl WorkerLinks {
         }
         let peers = self.peers.borrow();
         let peer = peers.get(worker).and_then(Option::as_ref);
-        metrics.call_home_lookup.observe(monotonic_ns() - now);
+        metrics
+            .latency
+            .call_home_lookup
+            .observe(monotonic_ns() - now);
         let peer = peer.ok_or(NotSent::Gone)?;
         let mut outbox = peer.outbox.borrow_mut();
         let waiting = peer.unsent.get() + outbox.len();
@@ -341,8 +344,8 @@ impl WorkerLinks {
         let error = poll_fn(|cx| connection.poll(cx)).await;
         let metrics = &connection.workers.shard.metrics;
         match &error {
-            LinkError::Wire(_) => metrics.plane_malformed.add(1),
-            LinkError::Silent { .. } | LinkError::Unread { .. } => metrics.plane_silent.add(1),
+            LinkError::Wire(_) => metrics.plane.malformed.add(1),
+            LinkError::Silent { .. } | LinkError::Unread { .. } => metrics.plane.silent.add(1),
             LinkError::Closed | LinkError::Io(_) => {}
         }
         tracing::warn!("{}: {error}", connection.peer.name);
@@ -380,7 +383,7 @@ impl WorkerLinks {
             Ok(hello) => self.roster.admit(shard.index, &hello).map(|()| hello),
             Err(LinkError::Wire(error)) => {
                 self.roster.on_rejected();
-                shard.metrics.plane_malformed.add(1);
+                shard.metrics.plane.malformed.add(1);
                 Err(Reject {
                     reason: RejectReason::Protocol,
                     message: error.to_string(),

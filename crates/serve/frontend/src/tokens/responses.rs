@@ -52,7 +52,7 @@ impl Keep {
         // Before it is rendered.
         let most = self.workers.responses.response_bytes_max();
         if stream.bytes() > most {
-            return metrics.responses_evicted.add(1);
+            return metrics.responses.evicted.add(1);
         }
         let Ok(body) = stream.whole() else {
             return;
@@ -63,10 +63,10 @@ impl Keep {
             .client
             .charge(&self.workers.shard.budget.memory, bytes as u64);
         let Ok(memory) = charge else {
-            return metrics.responses_evicted.add(1);
+            return metrics.responses.evicted.add(1);
         };
         if bytes > most {
-            return metrics.responses_evicted.add(1);
+            return metrics.responses.evicted.add(1);
         }
         let evicted = self.workers.responses.put(StoredResponse {
             id: stream.id().to_owned(),
@@ -75,8 +75,8 @@ impl Keep {
             history: history.into(),
             memory,
         });
-        metrics.responses_stored.add(1);
-        metrics.responses_evicted.add(evicted);
+        metrics.responses.stored.add(1);
+        metrics.responses.evicted.add(evicted);
     }
 }
 

@@ -171,7 +171,7 @@ impl Workers {
     /// Takes a frame apart. `from` sent it; `None`: an engine thread of this process did.
     pub(crate) fn on_frame(&self, frame: &PassFrame, from: Option<&Peer>) {
         let now_ns = monotonic_ns();
-        self.shard.metrics.frames.add(1);
+        self.shard.metrics.plane.frames.add(1);
         #[cfg(feature = "bench")]
         self.measure_table(frame, now_ns);
         let mut entries = frame.entries();
@@ -191,6 +191,7 @@ impl Workers {
             drop(lock);
             self.shard
                 .metrics
+                .latency
                 .table_access
                 .observe(monotonic_ns() - now_ns);
         }
@@ -216,7 +217,7 @@ impl Workers {
             _ => self.on_event(entry, from),
         };
         if !known {
-            self.shard.metrics.stale_entries.add(1);
+            self.shard.metrics.plane.stale_entries.add(1);
         }
     }
 
@@ -226,7 +227,7 @@ impl Workers {
         let runs = |peer: &Peer| worker.is_some_and(|worker| peer.runs(worker));
         let foreign = from.is_some_and(|peer| !runs(peer));
         if foreign {
-            self.shard.metrics.foreign_entries.add(1);
+            self.shard.metrics.plane.foreign_entries.add(1);
         }
         foreign
     }
@@ -342,7 +343,7 @@ impl Workers {
                 _,
             ) => {
                 drop(state);
-                self.shard.metrics.engine_refusals.add(1);
+                self.shard.metrics.plane.refusals.add(1);
                 tracing::info!(%message, ?reason, "an engine refused a request");
                 if !self.is_attempt(id, attempt) {
                     return true; // the stream was started again before this came

@@ -227,7 +227,10 @@ impl Upstream {
         let id = action.id();
         let decision = match action {
             Action::Start { rank, role, .. } => {
-                metrics.prompts_apart.add(u64::from(role == Role::Prefill));
+                metrics
+                    .plane
+                    .prompts_apart
+                    .add(u64::from(role == Role::Prefill));
                 Decision::Start(rank.worker, role)
             }
             // It is over when the answer begins.

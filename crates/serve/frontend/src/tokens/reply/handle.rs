@@ -126,6 +126,7 @@ impl Drop for ReplyHandle {
             self.workers
                 .shard
                 .metrics
+                .latency
                 .e2e
                 .observe(now.saturating_sub(accept));
         }

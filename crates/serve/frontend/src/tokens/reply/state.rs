@@ -277,7 +277,7 @@ impl ReplyState {
         let room = sequence.spec.max_tokens.saturating_sub(sequence.generated) as usize;
         let (tokens, excess) = tokens.split_at(tokens.len().min(room));
         if !excess.is_empty() {
-            metrics.excess_tokens.add(excess.len() as u64);
+            metrics.plane.excess_tokens.add(excess.len() as u64);
         }
         if tokens.is_empty() {
             return taken;
@@ -286,7 +286,7 @@ impl ReplyState {
         let sequence = &mut self.sequences[index as usize];
         sequence.last_token_ns = now_ns;
         sequence.last_token = *tokens.last().expect("an entry of tokens holds one");
-        metrics.generation_tokens.add(tokens.len() as u64);
+        metrics.tokens.generation.add(tokens.len() as u64);
         if self.shape.stream {
             let new = NewTokens { tokens, ..*new };
             taken.kill = self.stream_tokens(index, &new, text, metrics);
@@ -317,14 +317,14 @@ impl ReplyState {
                 adapter.run();
             }
             if let Some(accept) = self.times.at(Stage::Accept) {
-                metrics.ttft.observe(now_ns.saturating_sub(accept));
+                metrics.latency.ttft.observe(now_ns.saturating_sub(accept));
             }
         } else {
             // One observation per step, however many tokens it gave: as vLLM's `IterationStats`.
             let gap_ns = now_ns.saturating_sub(sequence.last_token_ns);
-            metrics.itl.observe(gap_ns);
+            metrics.latency.itl.observe(gap_ns);
             if first.is_some() {
-                metrics.resume.observe(gap_ns);
+                metrics.latency.resume.observe(gap_ns);
             }
         }
     }
@@ -426,9 +426,9 @@ impl ReplyState {
         sequence.preemptions = end.usage.preemptions;
         // As in `usage`: a prompt counts once, however many choices it has.
         if index.is_multiple_of(per_prompt) {
-            metrics.cached_tokens.add(u64::from(sequence.cached));
+            metrics.tokens.cached.add(u64::from(sequence.cached));
             let computed = sequence.spec.prompt_tokens.saturating_sub(sequence.cached);
-            metrics.computed_tokens.add(u64::from(computed));
+            metrics.tokens.computed.add(u64::from(computed));
         }
         if self.progress.is_complete() || !sequence.life.is_running() {
             return true;
@@ -1277,7 +1277,7 @@ mod tests {
             [(" the the the", false), (" the the", true)]
         );
         assert_eq!(found[2]["usage"]["completion_tokens"], 5);
-        assert_eq!(metrics.excess_tokens.get(), 2);
+        assert_eq!(metrics.plane.excess_tokens.get(), 2);
     }
 
     #[test]
@@ -1292,7 +1292,7 @@ mod tests {
             assert!(state.on_end(index, &end, text, &metrics));
             assert!(!state.on_end(index, &end, text, &metrics), "it has ended");
         }
-        assert_eq!(metrics.cached_tokens.get(), 16);
+        assert_eq!(metrics.tokens.cached.get(), 16);
         assert_eq!(state.usage().cached_tokens, 16);
     }
 
@@ -1315,8 +1315,11 @@ mod tests {
             };
             state.on_tokens(0, &new, text, &metrics);
         }
-        assert_eq!((metrics.itl.count(), metrics.itl.sum()), (2, 20));
-        assert_eq!(metrics.generation_tokens.get(), 9);
+        assert_eq!(
+            (metrics.latency.itl.count(), metrics.latency.itl.sum()),
+            (2, 20)
+        );
+        assert_eq!(metrics.tokens.generation.get(), 9);
     }
 
     #[test]

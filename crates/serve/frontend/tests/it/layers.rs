@@ -29,7 +29,15 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
 
 /// `text` without comments, and without the tests at its end.
 fn production(text: &str) -> String {
-    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+    // Modules of tests come last.
+    let is_tests = |rest: &str| {
+        rest.lines()
+            .next()
+            .is_some_and(|line| line.contains("mod "))
+    };
+    let mut tests = text.match_indices("#[cfg(test)]\n");
+    let end = tests.find(|(at, mark)| is_tests(&text[at + mark.len()..]));
+    let text = end.map_or(text, |(at, _)| &text[..at]);
     let lines = text.lines().map(|line| line.split("//").next().unwrap());
     lines.collect::<Vec<_>>().join("\n")
 }

@@ -4,7 +4,7 @@
 //! Both are optimistic: they assume that every prefix is cached, that no request waits, and that
 //! batches are as large as they may be. A shape that fails them fails in a simulation too.
 
-use slipstream_base::slo::Shown;
+use slipstream_base::slo::{Shown, Slo};
 use slipstream_base::width;
 use slipstream_config::cluster::{EngineConfig, SpeculationConfig};
 use slipstream_engine::timing::{StepLoad, StepTime};
@@ -258,29 +258,70 @@ pub fn work(
 /// two, and of better mixes than the mean.
 const CERTAIN: f64 = 0.8;
 
-/// Workers that `work_s` seconds of work need at least, if `target` of it must be done within
+/// Workers that `work_s` seconds of work need at least, if the `share` of it must be done within
 /// `time_s` (Little's law: the mean number of busy workers is the rate of work).
-pub fn workers_min(work_s: f64, time_s: f64, target: f64) -> u32 {
+pub fn workers_min(work_s: f64, time_s: f64, share: f64) -> u32 {
     if time_s <= 0.0 {
         return 1;
     }
-    let least = (CERTAIN * target * work_s / time_s).ceil();
+    let least = (CERTAIN * share * work_s / time_s).ceil();
     width::floor_u32(least).max(1)
 }
 
-/// The time in which a workload's work is done at the least favorable: from its first due time to its
-/// last, plus the longest time of a request alone. Infinite for closed loops, which wait.
-pub fn time_s(demand: &Demand, timing: &mut dyn StepTime, per_step: u32) -> f64 {
-    if demand.closed {
-        return f64::INFINITY;
+/// The share of the work that has to be done in time if `target` of the requests meet their
+/// objectives: that of the shortest prompts or of the shortest answers, whichever is less.
+pub fn share_in_time(demand: &Demand, target: f64) -> f64 {
+    let share = |tokens: fn(&Need) -> u32| {
+        let mut all: Vec<u64> = demand.needs.iter().map(|n| u64::from(tokens(n))).collect();
+        all.sort_unstable();
+        let in_time = width::to_usize(width::floor_u64(target * all.len() as f64));
+        let (part, whole): (u64, u64) = (all[..in_time].iter().sum(), all.iter().sum());
+        if whole == 0 {
+            1.0
+        } else {
+            part as f64 / whole as f64
+        }
+    };
+    share(|need| need.input - need.cached).min(share(|need| need.output.saturating_sub(1)))
+}
+
+/// The time in which requests that meet their objectives are done: from the first due time to the
+/// latest end that the objectives allow. Infinite if they allow any, and for closed loops, which wait.
+pub fn time_s(demand: &Demand, objectives: &Objectives) -> f64 {
+    let end = |need: &Need| {
+        let latest = latest_ns(objectives.of_class(need.class)?, need.output)?;
+        Some(need.due.0.saturating_add(latest))
+    };
+    let ends: Option<Vec<u64>> = demand.needs.iter().map(end).collect();
+    match ends {
+        Some(ends) if !demand.closed => {
+            let first = demand.needs.iter().map(|need| need.due.0).min();
+            let last = ends.into_iter().max();
+            last.zip(first)
+                .map_or(0.0, |(last, first)| (last - first) as f64 / 1e9)
+        }
+        _ => f64::INFINITY,
     }
-    let longest = demand
-        .needs
-        .iter()
-        .map(|need| alone(need, timing, per_step).e2e)
-        .max()
-        .unwrap_or(0);
-    demand.duration_s() + longest as f64 / 1e9
+}
+
+/// The latest end of a request of `output` tokens that meets `slo`, ns after its due time; `None`: there is none. Gaps
+/// between events are no shorter than between tokens.
+fn latest_ns(slo: &Slo, output: u32) -> Option<u64> {
+    let gaps = u64::from(output.saturating_sub(1));
+    let gap = ["itl", "itl_max", "tpot"]
+        .into_iter()
+        .filter_map(|name| slo.limit_ns(name))
+        .min();
+    let rest = match gap {
+        Some(gap) => Some(gap.saturating_mul(gaps)),
+        None => (gaps == 0).then_some(0),
+    };
+    let by_parts = slo
+        .limit_ns("ttft")
+        .zip(rest)
+        .map(|(ttft, rest)| ttft.saturating_add(rest));
+    let whole = slo.limit_ns("e2e");
+    [by_parts, whole].into_iter().flatten().min()
 }
 
 #[cfg(test)]
@@ -343,7 +384,23 @@ mod tests {
         // Nothing but single sequences is within 5 ms.
         let slow = work(&all, &mut timing, 64, 2000, Some(0.005), 1);
         assert!((slow.decode_s - 10.1).abs() < 1e-9, "{slow:?}");
-        assert_eq!(time_s(&all, &mut timing, 1), 100.0 + 0.11);
+        // From the first due time to the latest end of the last.
+        let time = |slo: &str| time_s(&all, &objectives(slo));
+        assert_eq!(time("ttft=5s,itl=20ms"), 105.2);
+        assert_eq!(time("ttft=5s,tpot=20ms,itl=30ms"), 105.2);
+        assert_eq!(time("ttft=5s,itl=20ms,e2e=3s"), 103.0);
+        // A request that may begin at any time, or take any time between tokens, may end at any time.
+        assert_eq!(time("itl=20ms"), f64::INFINITY);
+        assert_eq!(time("ttft=5s"), f64::INFINITY);
+        let mut one = demand(2, 1000, 1);
+        assert_eq!(time_s(&one, &objectives("ttft=5s")), 6.0);
+        one.closed = true;
+        assert_eq!(time_s(&one, &objectives("ttft=5s")), f64::INFINITY);
+        // Nine short answers, and one as long as they are together.
+        let mut skewed = demand(10, 1000, 11);
+        skewed.needs[3].output = 91;
+        assert_eq!(share_in_time(&skewed, 1.0), 1.0);
+        assert_eq!(share_in_time(&skewed, 0.9), 0.5);
         // Of ten further tokens four come at a time: three steps, and a quarter of the work.
         assert_eq!(alone(&all.needs[0], &mut timing, 4).e2e, 40_000_000);
         // Their mean gap is shorter than a step.

@@ -75,6 +75,21 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     // About as many tokens per second as some GPUs can take.
     let tokens = draws.of(&[8e3, 2e4, 4e4]) / if large { 4.0 } else { 1.0 };
     let rate = tokens / (f64::from(input) + 8.0 * f64::from(output));
+    // Bursts: answers take longer than the requests take to arrive.
+    let mut burst = Draws {
+        seed: seed ^ 0x6275_7273_7473,
+        at: 0,
+    };
+    let is_burst = burst.chance(30);
+    let (output, requests, rate) = if is_burst {
+        (
+            burst.of(&[400, 1500]),
+            burst.of(&[60, 90]),
+            rate * burst.of(&[2.0, 8.0]),
+        )
+    } else {
+        (output, requests, rate)
+    };
     let hosts = draws.chance(20);
     let trace = !hosts && draws.chance(20);
     let workload = if trace {
@@ -113,6 +128,11 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     };
     let ttft = draws.of(&["300ms", "800ms", "2s", "5s"]);
     let itl = draws.of(&["25ms", "50ms", "100ms"]);
+    let slo = match (is_burst, burst.of(&[0, 1, 2])) {
+        (true, 0) => format!("tpot={itl}"),
+        (true, 1) => format!("e2e={}", burst.of(&["20s", "60s"])),
+        _ => format!("ttft={ttft},itl={itl}"),
+    };
     let gpus: Vec<(&str, f64)> = draws.some(&GPUS);
     let prices: Vec<String> = gpus
         .iter()
@@ -139,7 +159,7 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     };
     Question {
         workload,
-        slo: Some(format!("ttft={ttft},itl={itl}").parse().unwrap()),
+        slo: Some(slo.parse().unwrap()),
         attain: draws.of(&[0.9, 0.95, 0.99]),
         model: Some(model.into()),
         cluster: ClusterSource {

@@ -203,8 +203,9 @@ impl Preparation<'_> {
         )
         .of_ranks(engine.data_parallel_size)
         .of_stage(bound::largest_stage(engine));
-        let time_s = bound::time_s(demand, &mut *timing, per_step);
-        let least = |work_s| bound::workers_min(work_s, time_s, args.attain);
+        let time_s = bound::time_s(demand, objectives);
+        let share = bound::share_in_time(demand, args.attain);
+        let least = |work_s| bound::workers_min(work_s, time_s, share);
         let mut shape = shape.clone();
         let workers_min = if shape.prefill_share.is_some() {
             let whole = work.prefill_s + work.decode_s;

@@ -9,7 +9,7 @@ REPEATS = 0.10
 """Rounds of one load farther apart than this show the host, not the engine."""
 
 BOUND = 0.20
-"""Largest error of a median that repeats. The table of `scripts/run.sh bench-calibrate` has the errors."""
+"""Largest error of a median that repeats (`scripts/run.sh bench-calibrate` has the errors)."""
 
 
 def test_other_loads_are_as_the_calibrated_twin_predicts(tmp_path: Path) -> None:

@@ -219,18 +219,10 @@ fn a_full_disk_is_told_and_the_figures_are_kept() {
 
 #[test]
 fn a_run_without_a_request_says_why_it_fails() {
-    for flags in [
-        ["--rate=5e-324", "--requests=2"],
-        ["--rate=1", "--duration=1us"],
-    ] {
-        let (code, out, err) = run(&["simulate", flags[0], flags[1]]);
-        assert_eq!(code, Some(1), "{flags:?}: {err}");
-        assert!(out.contains("0 of 0 requests"), "{flags:?}: {out}");
-        assert!(
-            err.contains("note: no request was sent"),
-            "{flags:?}: {err}"
-        );
-    }
+    let (code, out, err) = run(&["simulate", "--rate=1", "--duration=1us"]);
+    assert_eq!(code, Some(1), "{err}");
+    assert!(out.contains("0 of 0 requests"), "{out}");
+    assert!(err.contains("note: no request was sent"), "{err}");
 }
 
 /// Hours of work are not begun for a file that cannot be written at their end.

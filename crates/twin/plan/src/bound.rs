@@ -99,6 +99,9 @@ pub fn ideal(
             shown.e2e -= shown.ttft - ttft;
             shown.ttft = ttft;
         }
+        if demand.ends_early {
+            shown.e2e = shown.ttft;
+        }
         ttfts.push(shown.ttft);
         class.1 += u64::from(objectives.are_met(need.class, &shown));
         for (name, held) in objectives
@@ -226,7 +229,9 @@ pub fn work(
     let ratio = computed / answers;
     let (mut mixed, mut apart) = (f64::INFINITY, f64::INFINITY);
     let mut sequences = 1.0;
-    while sequences <= f64::from(seqs_max) {
+    // Batches that grow by less than what is taken as certain, and the largest.
+    let seqs_max = f64::from(seqs_max);
+    while sequences <= seqs_max {
         let step = decode(sequences);
         let step_s = timing.step_ns(&step) as f64 / 1e9;
         if sequences > 1.0 && gap_s.is_some_and(|limit| step_s > limit) {
@@ -243,7 +248,11 @@ pub fn work(
             };
             mixed = mixed.min(timing.step_ns(&both) as f64 / 1e9 / sequences);
         }
-        sequences *= 2.0;
+        sequences = if sequences < seqs_max {
+            (sequences * 1.25).ceil().min(seqs_max)
+        } else {
+            f64::INFINITY
+        };
     }
     let decode_s = apart * answers;
     Work {
@@ -254,8 +263,8 @@ pub fn work(
     }
 }
 
-/// Share of the work that is taken as certain: batches of a simulation may be larger than powers of
-/// two, and of better mixes than the mean.
+/// Share of the work that is taken as certain: batches of a simulation may be up to a quarter larger than those that
+/// [`work`] tries, or have better mixes than the mean.
 const CERTAIN: f64 = 0.8;
 
 /// Workers that `work_s` seconds of work need at least, if the `share` of it must be done within
@@ -286,7 +295,8 @@ pub fn share_in_time(demand: &Demand, target: f64) -> f64 {
 }
 
 /// The time in which requests that meet their objectives are done: from the first due time to the
-/// latest end that the objectives allow. Infinite if they allow any, and for closed loops, which wait.
+/// latest end that the objectives allow. Infinite if they allow any, for closed loops and sessions, which wait, and for
+/// answers that may be shorter, whose work is not known.
 pub fn time_s(demand: &Demand, objectives: &Objectives) -> f64 {
     let end = |need: &Need| {
         let latest = latest_ns(objectives.of_class(need.class)?, need.output)?;
@@ -294,7 +304,7 @@ pub fn time_s(demand: &Demand, objectives: &Objectives) -> f64 {
     };
     let ends: Option<Vec<u64>> = demand.needs.iter().map(end).collect();
     match ends {
-        Some(ends) if !demand.closed => {
+        Some(ends) if !(demand.closed || demand.follows || demand.ends_early) => {
             let first = demand.needs.iter().map(|need| need.due.0).min();
             let last = ends.into_iter().max();
             last.zip(first)
@@ -343,7 +353,7 @@ mod tests {
                     class: 0,
                 })
                 .collect(),
-            closed: false,
+            ..Demand::default()
         }
     }
 
@@ -379,8 +389,8 @@ mod tests {
             (w.prefill_s - 101_000.0 / 2000.0 * 0.01).abs() < 1e-9,
             "{w:?}"
         );
-        // 16 sequences with 1,600 prompt tokens fit.
-        assert!((w.mixed_s - 1010.0 / 16.0 * 0.01).abs() < 1e-9, "{w:?}");
+        // 19 sequences with 1,900 prompt tokens fit.
+        assert!((w.mixed_s - 1010.0 / 19.0 * 0.01).abs() < 1e-9, "{w:?}");
         // Nothing but single sequences is within 5 ms.
         let slow = work(&all, &mut timing, 64, 2000, Some(0.005), 1);
         assert!((slow.decode_s - 10.1).abs() < 1e-9, "{slow:?}");
@@ -396,6 +406,25 @@ mod tests {
         assert_eq!(time_s(&one, &objectives("ttft=5s")), 6.0);
         one.closed = true;
         assert_eq!(time_s(&one, &objectives("ttft=5s")), f64::INFINITY);
+        // The next turn of a session comes after its answer, and an answer may end early.
+        for change in [
+            |d: &mut Demand| d.follows = true,
+            |d: &mut Demand| d.ends_early = true,
+        ] {
+            let mut open = demand(2, 1000, 1);
+            change(&mut open);
+            assert_eq!(time_s(&open, &objectives("ttft=5s")), f64::INFINITY);
+        }
+        let mut short = demand(2, 1000, 11);
+        assert_eq!(
+            ideal(&short, &objectives("e2e=50ms"), &engine, &mut timing, 0.99).share,
+            0.0
+        );
+        short.ends_early = true;
+        assert_eq!(
+            ideal(&short, &objectives("e2e=50ms"), &engine, &mut timing, 0.99).share,
+            1.0
+        );
         // Nine short answers, and one as long as they are together.
         let mut skewed = demand(10, 1000, 11);
         skewed.needs[3].output = 91;

@@ -32,6 +32,10 @@ pub struct Demand {
     pub needs: Vec<Need>,
     /// Whether requests begin as others end, so that due times mean nothing.
     pub closed: bool,
+    /// Whether requests may be due later than `due` says, as a session's turns are.
+    pub follows: bool,
+    /// Whether answers may be shorter than `output`, without `ignore_eos`.
+    pub ends_early: bool,
 }
 
 /// Tokens per block when prefixes are compared: larger blocks than an engine's take less memory.
@@ -64,6 +68,8 @@ impl Demand {
                     hits += u32::from(leading);
                 }
             }
+            demand.follows |= request.has_next();
+            demand.ends_early |= !request.ignore_eos;
             let before = if request.has_next() {
                 turns.insert(request.session, input.saturating_add(request.output_len))
             } else {
@@ -238,7 +244,7 @@ mod tests {
             needs: (0..100)
                 .map(|s| need(s, if (40..60).contains(&s) { 10 } else { 1 }))
                 .collect(),
-            closed: false,
+            ..Demand::default()
         };
         assert_eq!(demand.duration_s(), 99.0);
         let at = demand.busiest(20.0, |n| f64::from(n.input));

@@ -96,6 +96,7 @@ pub(super) fn read_members<'a>(
             .into_iter()
             .try_for_each(|(name, value)| take(&name, value));
     }
+    drop(members);
     let quoted = Quoted::new(body, false);
     let members = all(&quoted.text, &Bounds::quoted(VALUES_MAX, &quoted), &known)?;
     members

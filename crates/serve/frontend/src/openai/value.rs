@@ -174,6 +174,7 @@ impl<'a> Json<'a> {
         let bounds = Bounds::new(values);
         let value = Json::of_text(text, &bounds)?;
         if bounds.loses.get() {
+            drop(value);
             return Json::parse_quoted(&Quoted::new(text, false), values);
         }
         Ok(value)

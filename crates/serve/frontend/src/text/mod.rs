@@ -114,7 +114,7 @@ pub enum TextError {
     #[error("the chat template refused the messages: {0}")]
     Template(String),
     /// The template uses what Jinja2 has not, or what is not supported.
-    #[error("the chat template of {origin} uses what is not supported: {message}")]
+    #[error("the chat template uses what is not supported: {message}")]
     TemplateUnsupported {
         /// Its file.
         origin: String,

@@ -504,6 +504,9 @@ fn chat_tokens(
         .encode_chat_within(messages, &options, most, &mut tokens)
         .map_err(|error| match error {
             TextError::TooLong { tokens } => too_long(service, request.kind, params, tokens),
+            error @ TextError::TemplateUnsupported { .. } => {
+                ApiError::failed(500, error.to_string())
+            }
             error => ApiError::invalid("messages", error.to_string()),
         })?;
     Ok(tokens)

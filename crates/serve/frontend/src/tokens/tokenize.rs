@@ -5,7 +5,7 @@ use crate::door::service::Service;
 use crate::openai::{
     ApiError, TokenizeInput, detokenize_json, parse_detokenize, parse_tokenize, tokenize_json,
 };
-use crate::text::ChatOptions;
+use crate::text::{ChatOptions, TextError};
 use crate::tokens::generate;
 
 /// The answer to a body of `/tokenize`.
@@ -50,7 +50,12 @@ pub(crate) fn tokenize(service: &Service, body: &[u8]) -> Result<Vec<u8>, ApiErr
                     &options,
                     &mut tokens,
                 )
-                .map_err(|error| ApiError::invalid("messages", error.to_string()))?;
+                .map_err(|error| match error {
+                    TextError::TemplateUnsupported { .. } => {
+                        ApiError::failed(500, error.to_string())
+                    }
+                    error => ApiError::invalid("messages", error.to_string()),
+                })?;
         }
     }
     let strings: Option<Vec<String>> = parsed.return_token_strs.then(|| {

@@ -77,7 +77,7 @@ struct Members<'a> {
     ids: Option<&'a RawValue>,
 }
 
-/// EventVisitor an object, whose lists of token ids go to `ids`. `other` reads the value of a member itself, and returns true, or
+/// Reads an object, whose lists of token ids go to `ids`. `other` reads the value of a member itself, and returns true, or
 /// leaves it.
 fn read_members<'de, A: MapAccess<'de>>(
     mut map: A,
@@ -105,7 +105,7 @@ fn read_members<'de, A: MapAccess<'de>>(
     Ok(Members { fields, ids: own })
 }
 
-/// EventVisitor a value of any type into `T`, which a value of another type than expected leaves as it is.
+/// Reads a value of any type into `T`, which a value of another type than expected leaves as it is.
 struct LenientReader<'a, 'de, T> {
     into: &'a mut T,
     ids: &'a mut Ids<'de>,
@@ -309,7 +309,7 @@ impl<'de> Deserialize<'de> for EventData<'de> {
 }
 
 impl<'a> EventData<'a> {
-    /// EventVisitor an object; `None` if `json` is not one.
+    /// Reads an object; `None` if `json` is not one.
     pub(super) fn read(json: &'a [u8]) -> Option<EventData<'a>> {
         serde_json::from_slice(json).ok()
     }

@@ -98,6 +98,7 @@ pub(super) async fn resume(
     charge.grow_to(all).map_err(|error| error.message)?;
     let mut why = String::from("it cannot continue");
     for plan in plans {
+        charge.shrink_to(all);
         match attempt(shard, upstream, exchange, lost, plan, &mut charge).await {
             Ok((begun, rewriter, kept)) => {
                 charge.shrink_to(begun.answer.first.len() as u64);

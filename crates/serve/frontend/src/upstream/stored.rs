@@ -23,6 +23,7 @@ use super::connection::Connection;
 use super::engines::{Engine, Engines, State};
 use super::failure::Failure;
 use super::loops;
+use super::paths::counts_only;
 use super::stored_answers::{ID_BYTES_MAX, Outcome, Owner, StoredAnswers};
 use crate::door::budget::ClientUse;
 use crate::door::connection::Client;
@@ -69,6 +70,9 @@ impl Named {
                 id: previous?,
                 param: Some("previous_response_id"),
             });
+        }
+        if counts_only(path) {
+            return None;
         }
         // `a%2Fb` is one part of the path; `a/cancel` are two.
         let part = path.strip_prefix(READ)?.split('/').next()?;

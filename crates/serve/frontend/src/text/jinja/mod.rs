@@ -51,13 +51,18 @@ pub(super) fn failure(error: &Error) -> Failure {
                 return Failure::Refused(inner.detail().unwrap_or_default().to_owned());
             }
             line = line.or(inner.line());
-            unknown |= matches!(
-                inner.kind(),
-                ErrorKind::UnknownFilter
-                    | ErrorKind::UnknownTest
-                    | ErrorKind::UnknownFunction
-                    | ErrorKind::UnknownMethod
-            );
+            unknown |= match inner.kind() {
+                ErrorKind::UnknownFilter | ErrorKind::UnknownTest | ErrorKind::UnknownFunction => {
+                    true
+                }
+                // Any other method is one of another type than the request has there.
+                ErrorKind::UnknownMethod => inner.detail().is_some_and(|detail| {
+                    ["encode", "translate"]
+                        .iter()
+                        .any(|name| detail.ends_with(name))
+                }),
+                _ => false,
+            };
         }
         at = cause.source();
     }

@@ -1,6 +1,6 @@
 # On a fresh machine with Rust, Python >= 3.11 and a C compiler:
 #   make demo   a live eight-worker cluster under load, KV-aware routing against round robin
-#   make test   every test: Rust, and official clients against the real binary
+#   make test   the Rust tests, and the Python tests against the real binary
 # Rarer chores (other benchmarks, sanitizers, soak tests): scripts/run.sh lists them.
 .PHONY: accuracy bench bench-instructions build deb demo docs fuzz lint release test test-engines test-host test-kv test-net \
   test-vllm vopr wheel

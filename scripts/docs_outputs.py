@@ -5,13 +5,13 @@ docs_outputs.py --check [PAGE...]    compare; exits 1 with each difference (defa
 docs_outputs.py --write [PAGE...]    rewrite the outputs that differ
 
 Without a page: README and every page of docs/. SLIPSTREAM_BIN names the binary (default: target/release/slipstream),
-DATA a folder with data that is not in the tree (default: ../shared/data).
+SLIPSTREAM_DATA a folder with data that is not in the tree (default: ../shared/data).
 
 The line before a block says what happens to it:
 
   <!-- run -->              sh: by bash; python: by an interpreter that the page's blocks share; toml: a cluster file,
                             read by `slipstream serve --print-config`
-  <!-- run, needs NAME -->  the same; skipped with a message without the file NAME in DATA or the Python module NAME
+  <!-- run, needs NAME -->  the same; skipped with a message without the file NAME in SLIPSTREAM_DATA or the Python module NAME
   <!-- run pytest -->       a module of tests
   <!-- run background: TEXT -->  until the end of the page or `<!-- stop -->`; the next block begins once its output has TEXT
   <!-- file NAME -->        is written to a file of this name, for later blocks
@@ -354,7 +354,7 @@ def missing(mark):
     name = mark.split(", needs ")[1]
     if "." not in name:
         return None if importlib.util.find_spec(name) else name
-    data = Path(os.environ.get("DATA") or ROOT / "../shared/data")
+    data = Path(os.environ.get("SLIPSTREAM_DATA") or ROOT / "../shared/data")
     return None if any(data.rglob(name)) else name
 
 
@@ -406,7 +406,7 @@ def link(folder, mark):
     """Put the data that a block needs into its folder."""
     name = mark.partition(", needs ")[2]
     if "." in name and not (folder / name).exists():
-        data = Path(os.environ.get("DATA") or ROOT / "../shared/data")
+        data = Path(os.environ.get("SLIPSTREAM_DATA") or ROOT / "../shared/data")
         (folder / name).symlink_to(next(data.rglob(name)).resolve())
 
 

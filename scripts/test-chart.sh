@@ -37,9 +37,10 @@ render monitoring --set monitoring.serviceMonitor.enabled=true --set monitoring.
 # Dashboards are in it as they are in the chart.
 render dashboards --set monitoring.dashboards.enabled=true --show-only templates/monitoring.yaml
 for dashboard in "$chart"/files/dashboards/*.json; do
-  sed 's/^/    /' "$dashboard" >"$out/indented"
-  grep -qF -f "$out/indented" "$out/dashboards.yaml"
-  [ "$(grep -cxF -f "$out/indented" "$out/dashboards.yaml")" -ge "$(wc -l <"$dashboard")" ]
+  awk -v name="$(basename "$dashboard")" '
+    /^  [^ ]/ { inside = ($1 == "slipstream-" name ":" || $1 == name ":"); next }
+    /^[^ ]/ { inside = 0 }
+    inside { sub(/^    /, ""); print }' "$out/dashboards.yaml" | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' | diff - "$dashboard"
 done
 
 # Values that contradict each other are refused with the remedy.

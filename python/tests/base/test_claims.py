@@ -136,7 +136,7 @@ def test_commands_of_the_parts_table_exist(commands: dict[tuple[str, ...], set[s
     names.remove("import slipstream")
     assert [name for name in names if tuple(name.split()) not in commands] == []
     # Every command that runs, serves, loads or finds something is in a row, or is a tool of these.
-    tools = {"demo", "init", "calibrate", "trace", "tokenizer", "presets", "describe", "top", "kv"}
+    tools = {"demo", "init", "calibrate", "trace", "tokenizer", "presets", "describe", "top"}
     tools |= {"events", "doctor", "completions", "man"}
     above = {command[0] for command in commands if command}
     assert above - {name.split()[0] for name in names} == tools

@@ -257,11 +257,11 @@ ILL = {
     "SlipstreamStreamsLost": {"slipstream_streams_lost_total": "0x35 1x5"},
     "SlipstreamAnswersBroken": {'slipstream_engine_answers_broken_total{engine="e"}': "0x35 1x5"},
     "SlipstreamMemoryFull": {
-        "slipstream_memory_used_bytes": "91x40",
+        "slipstream_memory_used_bytes": "88x40",
         "slipstream_memory_max_bytes": "100x40",
     },
     "SlipstreamConnectionsFull": {
-        "slipstream_connections_open": "91x40",
+        "slipstream_connections_open": "88x40",
         "slipstream_connections_max": "100x40",
     },
     "SlipstreamRequestsWait": {
@@ -279,9 +279,9 @@ WELL = {
     "slipstream_http_requests_total": "0+100x40",
     "slipstream_streams_lost_total": "3x40",
     'slipstream_engine_answers_broken_total{engine="e"}': "3x40",
-    "slipstream_memory_used_bytes": "80x40",
+    "slipstream_memory_used_bytes": "75x40",
     "slipstream_memory_max_bytes": "100x40",
-    "slipstream_connections_open": "80x40",
+    "slipstream_connections_open": "75x40",
     "slipstream_connections_max": "100x40",
     'vllm:num_requests_waiting{worker="w0"}': "3x40",
     'vllm:num_requests_running{worker="w0"}': "8x40",

@@ -16,7 +16,7 @@ pub(crate) struct ClusterArgs {
     /// Cluster file (docs/cluster-file.md); without one, the defaults
     #[arg(value_name = "CLUSTER.TOML")]
     cluster: Option<PathBuf>,
-    /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated, the last of a key being valid
+    /// Override a key of the cluster file, such as engine.max_num_seqs=64; may be repeated; the last value of a key wins
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Print the effective configuration with the origin of each value, and exit
@@ -57,8 +57,13 @@ impl ClusterArgs {
     ) -> anyhow::Result<Option<(Cluster, Option<ClusterFile>)>> {
         let mut source = self.source();
         let content = source.content()?;
-        // If it is not text, the reader of the file says where.
-        let text = content.and_then(|bytes| String::from_utf8(bytes).ok());
+        let text = match (content.map(String::from_utf8), &self.cluster) {
+            (Some(Err(error)), Some(path)) if !path.is_file() => {
+                anyhow::bail!("{}: {}", path.display(), error.utf8_error());
+            }
+            // If it is not text, the reader of the file, which reads it again, says where.
+            (text, _) => text.and_then(Result::ok),
+        };
         let text = text.map(|text| text.trim_start_matches('\u{feff}').to_owned());
         source.text.clone_from(&text);
         let Some((cluster, settings)) = self.resolve_from(&source, sets)? else {

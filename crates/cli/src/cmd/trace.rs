@@ -169,6 +169,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn convert(args: &Convert) -> anyhow::Result<ExitCode> {
+    out::check_writable([("out", args.out.as_deref())])?;
     let workload = workload_of(args)?;
     // Whether the trace is empty, and whether lines name sessions, is known before the file is
     // created.

@@ -103,7 +103,7 @@ pub(crate) fn print_note_of(source: &WorkloadSource) {
 /// Overrides of the workload file; `--set` is for the cluster file.
 #[derive(clap::Args)]
 pub(crate) struct WorkloadSets {
-    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated, the last of a key being valid
+    /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated; the last value of a key wins
     #[arg(
         long,
         value_name = "KEY=VALUE",

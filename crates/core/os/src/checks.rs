@@ -13,7 +13,7 @@ pub enum Verdict {
     /// Our scheduler would end a guarantee that the host relies on; `sched run` refuses to start
     /// unless this check is ignored.
     Breaks,
-    /// Our scheduler cannot run.
+    /// A required feature is missing.
     Missing,
 }
 
@@ -52,7 +52,7 @@ impl Check {
     }
 }
 
-/// Whether our scheduler can run, according to these checks.
+/// Whether no required feature is missing.
 pub fn can_run(checks: &[Check]) -> bool {
     checks.iter().all(|c| c.verdict != Verdict::Missing)
 }

@@ -132,9 +132,16 @@ fn invalid(message: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, message)
 }
 
-/// Whether a shell made the pipe at `path`.
+/// Whether `path` is a pipe that this process was started with, as shells make them: a standard stream or `<(…)`.
 fn is_of_shell(path: &Path) -> bool {
-    path.starts_with("/dev") || path.starts_with("/proc")
+    let standard = ["/dev/stdin", "/dev/stdout", "/dev/stderr"];
+    let is_fd = |path: &Path| {
+        path.starts_with("/dev/fd")
+            || path.starts_with("/proc") && path.parent().is_some_and(|of| of.ends_with("fd"))
+    };
+    let is_open = |path: &Path| is_fd(path) || standard.iter().any(|known| path == *known);
+    // A link to one of them is one.
+    is_open(path) || path.read_link().is_ok_and(|to| is_open(&to))
 }
 
 fn text(bytes: Vec<u8>) -> io::Result<String> {

@@ -17,7 +17,7 @@ pub struct GroupResult {
     pub wake: Histogram<u64>,
     /// From the start of a send to the end of its reception.
     pub hop: Histogram<u64>,
-    /// From the start of a request to [`Op::Done`].
+    /// From the start of a request to [`Op::Done`](crate::workload::Op::Done).
     pub request: Histogram<u64>,
     /// CPU time used, ns.
     pub run_ns: u64,

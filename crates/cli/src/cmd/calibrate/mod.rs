@@ -151,6 +151,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             "{unused} has no effect here: only --requests and --engine read a cluster; leave it out"
         );
     }
+    out::check_writable([
+        ("keep", args.load.keep.as_deref()),
+        ("out", args.out.as_deref()),
+        ("report", args.report.as_deref()),
+    ])?;
     if let Some(path) = &args.from_points {
         let fit = points::fit(path, args.only.as_deref(), &note)?;
         return write(args, &fit.report, &fit.profile.to_text());

@@ -36,6 +36,7 @@ pub(crate) struct Args {
 
 /// Runs the experiment and prints its table.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    crate::out::check_writable([("trace-file", args.trace_file.as_deref())])?;
     let shown = args.file.display();
     let text =
         crate::cmd::files::read_text(&args.file).with_context(|| format!("reading {shown}"))?;

@@ -39,7 +39,7 @@ pub(crate) struct DefaultValue<T> {
 /// A key that may have no value.
 pub(crate) struct NoDefault;
 
-/// ValueReader a value is read, and written as TOML.
+/// How a value is read, and written as TOML.
 enum ValueReader<T: 'static> {
     Scalar(ScalarReader<T>, fn(&T) -> String),
     Choice(ChoiceReader<T>, Words<T>, fn(&T, Words<T>) -> &'static str),

@@ -284,7 +284,7 @@ fn a_run_without_end_is_cut_and_says_so() {
 fn requests_without_end_at_one_time_end_the_run() {
     for policy in ["kv", "round_robin"] {
         let load = workload(
-            "duration_s = 1\ntime_scale = 1e300\n[arrival]\nkind = \"constant\"\nrate_per_s = 1e9\n\
+            "duration_s = 1\ntime_scale = 1e9\n[arrival]\nkind = \"constant\"\nrate_per_s = 1e9\n\
              [[class]]\nisl = 100\nosl = 20\n",
         );
         let options = Options {

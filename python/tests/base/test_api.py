@@ -118,13 +118,13 @@ def test_sweep_gives_the_rows_of_the_command(binary: Path, tmp_path: Path) -> No
     assert {row["pool.main.workers"] for row in swept.front()} <= {"1", "2", "3"}
 
 
-def test_plan_gives_the_answer_of_the_command(binary: Path) -> None:
+def test_plan_gives_the_answer_of_the_command(binary: Path, tmp_path: Path) -> None:
     flags = ("--rate", "4", "--isl", "512", "--osl", "64", "--requests", "60")
     ran = command(
         binary, "plan", *flags, "--slo", "ttft=1s,itl=30ms", "--model", "llama-3.1-8b",
         "--gpus", "h100-sxm,l40s", "--price", "h100-sxm=2.5", "--price", "l40s=0.9",
         "--tensor-parallel", "1,2", "--max-num-seqs", "256,64", "--max-num-batched-tokens", "8192",
-        "--max-gpus", "8", "--json",
+        "--max-gpus", "8", "--json", "--html", tmp_path / "plan.html",
     )  # fmt: skip
     found = ss.plan(
         ss.Workload(rate=4, isl=512, osl=64, requests=60),

@@ -23,6 +23,7 @@ OF_OTHERS = {
     "cargo": "--package --features",
     "etcd": "--client-cert-auth",
     "the scheduler's loader": "--ignore-cpu-max --seconds",
+    "slipstream-kvbench": "--spin-us --scale",
 }
 """Flags of other programs that pages name alone."""
 

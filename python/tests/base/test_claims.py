@@ -23,7 +23,7 @@ OF_OTHERS = {
     "cargo": "--package --features",
     "etcd": "--client-cert-auth",
     "the scheduler's loader": "--ignore-cpu-max --seconds",
-    "slipstream-kvbench": "--spin-us --scale",
+    "slipstream-kvbench": "--part --scale --spin-us --nixl --strict",
 }
 """Flags of other programs that pages name alone."""
 

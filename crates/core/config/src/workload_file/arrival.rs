@@ -102,7 +102,7 @@ section! {
         ///
         /// A session of several turns has as many requests.
         key rate_per_s: f64 = required("set the sessions per second: `rate_per_s = 10`", 1.0)
-            .check(|r| is_rate(*r), RATE_MUST).with_description("sessions/s, above 0 to 1e9").with_default_text("required");
+            .check(|r| is_rate(*r), RATE_MUST).with_description("sessions/s, 1e-8 to 1e9").with_default_text("required");
         /// Standard deviation of the intervals over their mean: above 1 is burstier than Poisson, below 1 smoother.
         key cv: f64 = required("set the burstiness: 1 is Poisson, above is burstier", 1.0)
             .within(0.0..=100.0).with_default_text("required");
@@ -115,7 +115,7 @@ section! {
         key from_per_s: f64 = value(0.0).within(0.0..=RATE_MAX).unit("sessions/s");
         /// Rate at the end of a ramp, and after it.
         key to_per_s: f64 = required("set the last rate: `to_per_s = 20`", 1.0)
-            .check(|r| is_rate(*r), RATE_MUST).with_description("sessions/s, above 0 to 1e9").with_default_text("required");
+            .check(|r| is_rate(*r), RATE_MUST).with_description("sessions/s, 1e-8 to 1e9").with_default_text("required");
         /// Duration of a ramp.
         key ramp_s: f64 = required("set the duration of the ramp: `ramp_s = 600`", 1.0)
             .check(|s| *s > 0.0, "above 0").with_description("s, above 0").with_default_text("required");

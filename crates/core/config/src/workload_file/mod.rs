@@ -32,9 +32,9 @@ section! {
         requests?: u64 = optional().at_least(1).unit("requests")
             .with_default_text("until `duration_s`, or the end of the trace or the timestamps");
         /// Limit of session start times, s of workload time.
-        duration_s?: f64 = optional().check(|s| *s >= 1e-9, "at least 1e-9 (1 ns)").with_description("s, above 0");
+        duration_s?: f64 = optional().check(|s| *s >= 1e-9, "at least 1e-9 (1 ns)").with_description("s, 1e-9 or more");
         /// Divides arrival times, think times and `duration_s`: 60 turns an hour into a minute.
-        time_scale: f64 = value(1.0).check(|s| TIME_SCALES.contains(s), "from 1e-9 to 1e9").with_description("above 0");
+        time_scale: f64 = value(1.0).check(|s| TIME_SCALES.contains(s), "from 1e-9 to 1e9").with_description("1e-9 to 1e9");
         /// Only the sessions that begin in this part, which then begins at 0: its start and its length,
         /// s of workload time after `time_scale`. Not for closed loops. No key of a file.
         field window_s: Option<(f64, f64)> = None;

@@ -1,7 +1,7 @@
 //! Tokens on their way past hyper and its tasks.
 //!
 //! ```text
-//!   PassFrame ─► ReplyState::on_tokens ─► `out` ─┬─► Shard::write_some ─► one chunk, one send
+//!   PassFrame ─► ReplyState::on_tokens ─► `out` ─┬─► Workers::write_some ─► one chunk, one send
 //!                                                └─► the connection's task ─► hyper ─► socket
 //! ```
 //!

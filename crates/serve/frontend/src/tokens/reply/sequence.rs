@@ -51,8 +51,8 @@ pub(super) struct Sequence {
     pub(super) preemptions: u32,
     pub(super) last_token_ns: u64,
     pub(super) last_token: TokenId,
-    /// Turns that are answered, and whose events are not rendered: their tokens wait for the client.
     pub(super) life: Life,
+    /// Turns that are answered, and whose events are not rendered: their tokens wait for the client.
     pub(super) turns: VecDeque<(u32, FinishReason)>,
 }
 

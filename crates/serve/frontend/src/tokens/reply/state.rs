@@ -52,7 +52,7 @@ pub(crate) struct Taken {
     pub(crate) begins: bool,
     /// The worker should stop: a stop string was found, or the reply has failed.
     pub(crate) kill: bool,
-    /// It is to be written at the end of the turn ([`Shard::write_some`]).
+    /// It is to be written at the end of the turn ([`Workers::write_some`](crate::tokens::workers::Workers::write_some)).
     pub(crate) due: bool,
 }
 

@@ -88,13 +88,22 @@ fn marks_beyond_the_queue(scenario: &Scenario) -> Option<String> {
 /// Pauses that would be sent after the queue is full.
 fn pause_beyond_the_queue(scenario: &Scenario) -> Option<String> {
     let holds = queue_bytes(scenario)?;
-    let pfc = scenario
-        .queue
-        .pfc
-        .as_ref()
-        .filter(|pfc| pfc.by_priority.is_none())?;
-    let xoff = pfc.xoff_bytes?;
-    (scenario.queue.shared.is_none() && xoff >= holds).then(|| {
+    let queue = &scenario.queue;
+    let pfc = queue.pfc.as_ref()?;
+    let xoff = match &pfc.by_priority {
+        None => pfc.xoff_bytes?,
+        // The lowest threshold of a priority that a flow has.
+        Some(thresholds) => {
+            let last = queue.discipline.classes() - 1;
+            let flows = scenario.flows.iter();
+            let classes = flows.map(|flow| usize::from(flow.class).min(last));
+            let priorities = classes.filter_map(|class| queue.priorities.get(class));
+            let paused = priorities.filter(|&priority| pfc.classes >> priority & 1 == 1);
+            let xoff = paused.map(|&priority| thresholds[usize::from(priority)].xoff_bytes);
+            xoff.min()?
+        }
+    };
+    (queue.shared.is_none() && xoff >= holds).then(|| {
         format!(
             "a link is paused at {xoff} waiting bytes, but a queue holds {holds}, so lossless classes lose packets \
              before any pause; lower `xoff`, in bytes, or raise `switch.capacity`"
@@ -148,7 +157,16 @@ fn long_timers(scenario: &Scenario) -> Option<String> {
 /// Packets of lossless classes that were dropped because a queue was full.
 fn lossy_pfc(scenario: &Scenario, result: &RunResult) -> Option<String> {
     let pfc = scenario.queue.pfc.as_ref()?;
-    let lossless = |class: u8| class < 8 && pfc.classes >> class & 1 == 1;
+    let last = scenario.queue.discipline.classes() - 1;
+    let lossless = |class: u8| {
+        if pfc.by_priority.is_some() {
+            // A flow beyond the last class is in it, and a table maps classes to priorities.
+            let class = usize::from(class).min(last);
+            let priority = scenario.queue.priorities.get(class);
+            return priority.is_some_and(|priority| pfc.classes >> priority & 1 == 1);
+        }
+        class < 8 && pfc.classes >> class & 1 == 1
+    };
     let t = &result.totals;
     let drops = (t.data_drops + t.control_drops).saturating_sub(t.fault_drops);
     let (mut all, mut again) = (true, 0);

@@ -166,6 +166,8 @@ pub struct Doc {
     diagnostics: Vec<Diagnostic>,
     /// Lines with a syntax error: their values are not reported a second time.
     broken_lines: Vec<u32>,
+    /// The first line with a broken table header: the values below are in another table than the user means.
+    broken_header: Option<u32>,
 }
 
 impl Doc {
@@ -184,6 +186,7 @@ impl Doc {
             root: Node::empty_table(Origin::Default),
             diagnostics: Vec::new(),
             broken_lines: Vec::new(),
+            broken_header: None,
         };
         let whole = Origin::File {
             file: doc.name.clone(),
@@ -210,6 +213,11 @@ impl Doc {
         let (table, errors) = DeTable::parse_recoverable(&lossy);
         for error in errors {
             let at = lines.place(error.span().map_or(0, |span| span.start));
+            if let Origin::File { line, .. } = at
+                && doc.broken_lines.last() == Some(&line)
+            {
+                continue; // what the parser reports after its first error on a line
+            }
             let hint = match error.message() {
                 m if m.contains("must be quoted") => {
                     Some("put the text between double quotes".into())
@@ -217,6 +225,14 @@ impl Doc {
                 m if m.contains("duplicate key") => Some("keep one of the two".into()),
                 _ => None,
             };
+            if let Origin::File { line, .. } = at
+                && lossy
+                    .lines()
+                    .nth(line as usize - 1)
+                    .is_some_and(|text| text.trim_start().starts_with('['))
+            {
+                doc.broken_header = doc.broken_header.or(Some(line));
+            }
             doc.broken(at, error.message(), hint);
         }
         doc.root = Node {
@@ -235,6 +251,7 @@ impl Doc {
             root: Node::empty_table(Origin::Default),
             diagnostics: Vec::new(),
             broken_lines: Vec::new(),
+            broken_header: None,
         }
     }
 
@@ -376,6 +393,12 @@ impl Doc {
     /// # Errors
     /// All errors together, if there are any.
     pub fn read<T>(self, read: impl FnOnce(&Table<'_>) -> T) -> Result<(T, Settings), Diagnostics> {
+        if let Some(header) = self.broken_header {
+            // Errors of keys would be consequences, also of keys that appear to be missing.
+            let above = |d: &Diagnostic| d.at.position().0 > 0 || d.at.position().1 <= header;
+            let diagnostics = self.diagnostics.into_iter().filter(above).collect();
+            return Err(Diagnostics::collect(diagnostics).expect("the header's error"));
+        }
         let mut broken_lines = self.broken_lines;
         broken_lines.sort_unstable();
         let cx = Context {

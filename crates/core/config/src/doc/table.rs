@@ -184,6 +184,14 @@ impl<'a> Table<'a> {
         self.path_here(key)
     }
 
+    /// Accepts all keys of this table unread: a wrong value, which is reported, decides which of them it may have.
+    pub fn skip(&self) {
+        if let Some(Kind::Table(entries)) = self.node.map(|n| &n.kind) {
+            let mut known = self.known.borrow_mut();
+            known.extend(entries.iter().map(|(key, _)| key.clone()));
+        }
+    }
+
     /// Whether the document has `key` here (a table or a value).
     pub fn has(&self, key: &str) -> bool {
         self.node(key).is_some()
@@ -528,7 +536,17 @@ impl<'a> Table<'a> {
             Some(node) => node.at.clone(),
             None => self.place(),
         };
-        self.cx.note(at, message.into(), Some(hint.into()));
+        self.error_at(at, message, hint);
+    }
+
+    /// Reports an error at `at`, which [`Table::origin`] returned.
+    ///
+    /// Not in a document with broken syntax: keys may exist without having been read, so the error may be a
+    /// consequence.
+    pub fn error_at(&self, at: Origin, message: impl Into<String>, hint: impl Into<String>) {
+        if self.cx.broken_lines.is_empty() {
+            self.cx.note(at, message.into(), Some(hint.into()));
+        }
     }
 
     /// Errors noted in the whole document so far. Checks that build on values read before are skipped if

@@ -29,6 +29,28 @@ pub(super) fn settle(
             (made.flow.class, made.flow.answer_class) = (class, class);
         }
     }
+    // After an error, the discipline or the flows are not those of the file.
+    if !fifo && root.error_count() == 0 {
+        let beyond = |made: &&ParsedFlow| {
+            made.has_class && u64::from(made.flow.class.max(made.flow.answer_class)) >= classes
+        };
+        if let Some(ParsedFlow { flow, .. }) = made.iter().find(beyond) {
+            root.error(
+                "switch",
+                format!(
+                    "flow {} has class {}, but `switch.discipline` has {}",
+                    flow.id,
+                    flow.class.max(flow.answer_class),
+                    match classes {
+                        1 => "one class, 0".to_owned(),
+                        _ => format!("the classes 0 to {}", classes - 1),
+                    }
+                ),
+                "lower `class` and `answer_class` of the flow, or give the discipline a number for each class",
+            );
+            return Vec::new();
+        }
+    }
     let by_priority = queue.pfc.is_some_and(|pfc| pfc.by_priority.is_some());
     if !by_priority {
         if made.iter().any(|made| made.priority > 0) {

@@ -27,6 +27,7 @@ const KINDS: &[(&str, Option<CollectiveKind>)] = &[
 
 impl Reader<'_> {
     pub(super) fn read_collective(&self, t: &Table<'_>) -> Vec<ParsedFlow> {
+        let errors = t.error_count();
         let first: Option<u64> = t.get("first_flow_id").optional();
         let shape = self.read_shape(t);
         let paths: Vec<Vec<u32>> = t.get("paths").or(Vec::new());
@@ -38,6 +39,10 @@ impl Reader<'_> {
             Vec::new()
         };
         let members = self.read_members(t, &pairs, &paths, &sources, &sinks);
+        if t.error_count() > errors {
+            // Hosts may be missing.
+            return Vec::new();
+        }
         self.expand(t, first, &shape, &members)
     }
 
@@ -277,11 +282,12 @@ impl Reader<'_> {
             return Vec::new();
         }
         collective.steps().unwrap_or_else(|what| {
-            t.error(
-                "collective_type",
-                what,
-                "list the hosts in `sources` and `sinks`",
-            );
+            let key = if t.has("sources") {
+                "sources"
+            } else {
+                "collective_type"
+            };
+            t.error(key, what, "list the hosts in `sources` and `sinks`");
             Vec::new()
         })
     }

@@ -67,11 +67,21 @@ const DAYS: &[&str] = &[
 /// As [`DAYS`], in the table of a flow, a set of flows or a collective.
 const DAYS_TRAFFIC: &[&str] = &[
     "priority",
-    "after",
-    "name",
     "traffic.dcqcn",
     "traffic.roce.ack_every_packets",
     "traffic.roce.duplicate_ack",
+];
+
+/// Keys for chains of flows. Files of both dialects have them, so they decide only if all keys outside of traffic
+/// that Days requires are there, and none of ours.
+const CHAINS: &[&str] = &["after", "name"];
+
+/// Keys outside of traffic that Days requires.
+const REQUIRED: [&str; 4] = [
+    "seed",
+    "switch.capacity",
+    "switch.discipline",
+    "switch.drop",
 ];
 
 /// Keys that only our dialect has.
@@ -149,12 +159,15 @@ pub(super) fn choose(root: &Table<'_>) -> DialectChoice {
             note: None,
         };
     }
-    let days = days_key(root);
     let ours = OURS
         .iter()
         .find(|key| root.any(key, |_| true))
         .map(|key| (*key).to_owned())
         .or_else(|| traffic_key(root, OURS_TRAFFIC));
+    let days = days_key(root).or_else(|| {
+        let required = REQUIRED.iter().all(|key| root.any(key, |_| true));
+        (ours.is_none() && required).then(|| traffic_key(root, CHAINS))?
+    });
     match (days, ours) {
         (Some(days), Some(ours)) => {
             if let Some(what) = differs(root) {
@@ -268,19 +281,13 @@ pub(super) fn is_of_present_days(root: &Table<'_>) -> bool {
 /// Whether the document has every key that Days requires.
 fn is_complete(root: &Table<'_>) -> bool {
     let given = |key: &str| root.any(key, |_| true);
-    let top = [
-        "seed",
-        "switch.capacity",
-        "switch.discipline",
-        "switch.drop",
-    ];
     let each = [
         "flow_type",
         "traffic",
         "traffic.arr_dist",
         "traffic.pkt_size_dist",
     ];
-    top.iter().all(|key| given(key))
+    REQUIRED.iter().all(|key| given(key))
         && TRAFFIC.iter().any(|table| given(table))
         && TRAFFIC.iter().all(|table| {
             each.iter()

@@ -147,6 +147,10 @@ impl<'a> Reader<'a> {
                 "add a [[flow]], [[flow_set]], [[flow_list]] or [[collective]]",
             );
         }
+        if root.error_count() > 0 {
+            // As above, of errors elsewhere: a table without its name, say.
+            return (flows, origins);
+        }
         self.check_numbers(root, &flows);
         self.link_items(root, &items, &mut flows);
         self.link_waits(root, &mut flows);

@@ -40,6 +40,19 @@ struct Layout {
     rails: Option<Rails>,
 }
 
+impl Layout {
+    /// A layout in place of one with an error.
+    fn stand_in() -> Layout {
+        Layout {
+            topology: stand_in(),
+            hosts_given: None,
+            attachment: false,
+            edges: Vec::new(),
+            rails: None,
+        }
+    }
+}
+
 /// An edge with its own rate, bits/s, or delay, ns.
 struct OwnEdge {
     ends: (Node, Node),
@@ -189,13 +202,8 @@ fn stand_in() -> Topology {
 
 /// `edges` and `hosts` or `host_nodes`.
 fn read_graph(root: &Table<'_>) -> Layout {
-    let mut layout = Layout {
-        topology: stand_in(),
-        hosts_given: None,
-        attachment: false,
-        edges: Vec::new(),
-        rails: None,
-    };
+    let mut layout = Layout::stand_in();
+    let errors = root.error_count();
     if root.has("topology") {
         root.error(
             "topology",
@@ -254,6 +262,18 @@ fn read_graph(root: &Table<'_>) -> Layout {
             vec![0],
         )
     };
+    if hosts.is_empty() && root.error_count() == errors {
+        let key = if numbered { "host_nodes" } else { "hosts" };
+        root.error(
+            key,
+            format!("`{key}` is empty, so nothing can send"),
+            "list the nodes that are hosts",
+        );
+    }
+    if root.error_count() > errors {
+        layout.edges.clear();
+        return layout;
+    }
     match Graph::new(&pairs, hosts) {
         Ok(graph) if numbered => layout.topology = Topology::Graph(graph.with_numbered_hosts()),
         Ok(graph) => layout.topology = Topology::Graph(graph),
@@ -274,10 +294,21 @@ fn read_topology(root: &Table<'_>, dialect: Dialect) -> Layout {
         Dialect::Slipstream => HostOrder::BySwitch,
     };
     root.table("topology", |t| {
-        let category = t.choice("category", CATEGORIES).required(
-            "give the network: [topology] category = \"FatTree\", or edges and hosts",
-            Category::FatTree,
-        );
+        let given = t.has("category");
+        let category = t.choice("category", CATEGORIES).optional();
+        if given && category.is_none() {
+            // The other keys depend on it.
+            t.skip();
+            return Layout::stand_in();
+        }
+        let category = category.unwrap_or_else(|| {
+            t.error(
+                "category",
+                "`topology.category` is missing",
+                "give the network: [topology] category = \"FatTree\", or edges and hosts",
+            );
+            Category::FatTree
+        });
         let attachment: bool = t.get("model_host_attachment").or(false);
         let mut hosts_given = None;
         let mut rails = None;

@@ -16,6 +16,8 @@ pub(super) struct Item {
     /// Position of its table, for errors of the set-up.
     pub(super) origin: Origin,
     after: Vec<String>,
+    /// Position of `after`.
+    after_at: Origin,
     /// Its flows.
     pub(super) flows: Range<usize>,
     /// Hosts that compute, and the duration, ns.
@@ -62,8 +64,8 @@ impl Reader<'_> {
             if let Some(name) = &item.name
                 && by_name.insert(name.as_str(), i).is_some()
             {
-                root.error(
-                    "name",
+                root.error_at(
+                    item.origin.clone(),
                     format!("the name `{name}` is given twice"),
                     "give each table its own name",
                 );
@@ -98,14 +100,14 @@ impl Reader<'_> {
                 let wait = match wait {
                     Ok(wait) => wait,
                     Err(what) => {
-                        root.error("after", what.clone(), "correct `after`");
+                        root.error_at(item.after_at.clone(), what.clone(), "correct `after`");
                         return;
                     }
                 };
                 total += wait.after.len();
                 if total > WAITS_MAX {
-                    root.error(
-                        "after",
+                    root.error_at(
+                        item.after_at.clone(),
                         format!("`after` creates more than {WAITS_MAX} dependencies of flows"),
                         "make fewer flows depend on each other",
                     );
@@ -123,7 +125,11 @@ impl Reader<'_> {
                     .iter()
                     .find(|n| !names.by_name.contains_key(n.as_str()))
                 {
-                    root.error("after", names.unknown(after), "correct `after`");
+                    root.error_at(
+                        item.after_at.clone(),
+                        names.unknown(after),
+                        "correct `after`",
+                    );
                 } else if !used {
                     self.note(format!(
                         "[[compute]] `{name}` has no effect: no `after` refers to it"
@@ -253,6 +259,7 @@ pub(super) fn read_item(t: &Table<'_>) -> Item {
             .get::<Words>("after")
             .optional()
             .map_or_else(Vec::new, |words| words.0),
+        after_at: t.origin("after"),
         flows: 0..0,
         compute: None,
     }

@@ -125,11 +125,18 @@ fn read_thresholds(t: &Table<'_>, notes: &mut Vec<String>) -> (u8, [Thresholds; 
 
 pub(super) fn read(t: &Table<'_>, shared: bool) -> Pfc {
     let xoff_bytes: Option<u64> = t.get("xoff").within(0..=1u64 << 40).optional();
-    if xoff_bytes.is_none() && !shared {
+    if !t.has("xoff") && !shared {
         t.error(
             "xoff",
             "`switch.pfc` has neither a threshold nor a shared buffer to derive one from",
             "give `xoff` in bytes, or `switch.shared`",
+        );
+    }
+    if xoff_bytes.is_some() {
+        t.refuse(
+            "alpha",
+            "conflicts with `xoff`: both set the bytes at which a link is paused",
+            "keep `xoff` for a fixed threshold, or `alpha` for a share of the free bytes of `switch.shared`",
         );
     }
     let classes: Vec<u32> = t.get("classes").or((0..to_u32(PFC_CLASSES)).collect());

@@ -4,7 +4,7 @@ use slipstream_base::width::{round_u64, to_u8};
 use slipstream_config::doc::Table;
 
 use super::ns;
-use super::units::seconds;
+use super::units::read_timeout;
 use crate::scenario::{Dcqcn, Roce};
 
 /// Takes a note for people.
@@ -188,7 +188,7 @@ fn read_roce(t: &Table<'_>) -> Roce {
     Roce {
         dcqcn,
         window_bytes: t.get("window").within(0..=1u64 << 40).or(0),
-        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
+        retry_ns: read_timeout(t, "rto"),
         ack_every: t.get("ack_every").within(1..=1_000u32).or(1),
     }
 }

@@ -9,7 +9,7 @@ use slipstream_config::doc::{Table, Value};
 
 use super::network::ROUTINGS;
 use super::roce::{self, Answers};
-use super::units::seconds;
+use super::units::{read_timeout, seconds};
 use super::{Dialect, Resources, ns};
 use crate::route::Routing;
 use crate::scenario::{Arrivals, Demand, Dist, Flow, Ndp, Paths, Tcp, Transport};
@@ -149,7 +149,9 @@ impl<'a> TemplateReader<'a> {
         let others = PROTOCOLS.iter().enumerate();
         let others = others.map(|(i, protocol)| (protocol.word, FlowType::Other(i)));
         let words: Vec<(&str, FlowType)> = FLOW_TYPES.iter().copied().chain(others).collect();
-        let kind = t.choice("flow_type", &words).or(FlowType::Tcp);
+        let chosen = t.choice("flow_type", &words).optional();
+        let is_known = chosen.is_some() || !t.has("flow_type");
+        let kind = chosen.unwrap_or(FlowType::Tcp);
         let routing = read_routing(t);
         let header_bytes = t.get("header_bytes").within(0..=9_000u32).or(0);
         let ack_bytes = t.get("ack_bytes").within(1..=9_000u32).or(40);
@@ -166,11 +168,17 @@ impl<'a> TemplateReader<'a> {
         };
         let routing = routing.or(sprays.then_some(Routing::Spray));
         t.table("traffic", |t| {
+            if !is_known {
+                // The other keys depend on the type.
+                t.skip();
+            }
             let start_ns = seconds(t, "initial_delay").unwrap_or(0);
             let extent = self.read_extent(t, listed);
             let packets = read_packets(t);
             let (transport, answers) = self.read_transport(t, kind);
-            refuse_misplaced(t, kind, &extent);
+            if is_known {
+                refuse_misplaced(t, kind, &extent);
+            }
             let demand = self.demand(t, kind, &extent, &packets);
             Template {
                 transport,
@@ -423,19 +431,18 @@ fn read_routing(t: &Table<'_>) -> Option<Routing> {
 
 /// `rto_min` and `rto_initial` of TCP, ns.
 fn read_timeouts(t: &Table<'_>) -> (u64, Option<u64>) {
-    let least = 1_000;
-    let timeout = |key: &str| {
+    let timeout = |key: &str, least: f64, must: &str| {
         t.get::<f64>(key)
-            .check(
-                |&s| (0.0..=RTO_NS_MAX as f64 / 1e9).contains(&s),
-                "from 0 to 60 s",
-            )
+            .check(|s| (least..=RTO_NS_MAX as f64 / 1e9).contains(s), must)
             .optional()
-            .map(|s| ns(s).max(least))
+            .map(ns)
     };
-    let min = timeout("rto_min").unwrap_or(1_000_000_000);
-    let initial = timeout("rto_initial");
-    if let Some(initial) = initial.filter(|&initial| initial < min) {
+    let before = t.error_count();
+    // Measured timeouts exceed the round trip by 1 ms or more, so 0 means no limit.
+    let min = timeout("rto_min", 0.0, "from 0 to 60 s").unwrap_or(1_000_000_000);
+    let initial = timeout("rto_initial", 1e-6, "from 1e-6 to 60 s");
+    let errors = t.error_count() > before;
+    if let Some(initial) = initial.filter(|&initial| initial < min && !errors) {
         t.error(
             "rto_initial",
             format!(
@@ -519,6 +526,6 @@ fn read_ndp(t: &Table<'_>) -> Ndp {
             .get("window")
             .within(1..=100_000u32)
             .or(usual.window_packets),
-        retry_ns: seconds(t, "rto").map(|ns| ns.max(1_000)),
+        retry_ns: read_timeout(t, "rto"),
     }
 }

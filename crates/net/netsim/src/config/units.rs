@@ -26,6 +26,17 @@ pub(super) fn read_rate(t: &Table<'_>, key: &str) -> Option<u64> {
         .map(round_u64)
 }
 
+/// Reads a retransmission timeout in s as ns. One of 0 would retransmit every packet before its answer.
+pub(super) fn read_timeout(t: &Table<'_>, key: &str) -> Option<u64> {
+    t.get::<f64>(key)
+        .check(
+            |&s| (1e-6..1e9).contains(&s),
+            "from 1e-6 to 1e9 s; without it, the timeout follows from the path",
+        )
+        .optional()
+        .map(ns)
+}
+
 /// Reads a duration in s as ns.
 pub(super) fn seconds(t: &Table<'_>, key: &str) -> Option<u64> {
     t.get::<f64>(key)

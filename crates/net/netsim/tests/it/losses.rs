@@ -128,7 +128,7 @@ fn an_incast_takes_as_long_as_its_least_timeout_lets_it() {
 fn timeouts_out_of_range_are_refused() {
     for (keys, part) in [
         ("rto_min = 60.1", "from 0 to 60 s"),
-        ("rto_initial = 61.0", "from 0 to 60 s"),
+        ("rto_initial = 61.0", "from 1e-6 to 60 s"),
         ("rto_min = -0.1", "from 0 to 60 s"),
         ("rto_initial = 0.5", "below `rto_min`, which is 1 s"),
         ("rto_min = 0.2, rto_initial = 0.1", "below `rto_min`"),

@@ -166,6 +166,40 @@ fn drops_of_lossless_classes_are_noted() {
     }
 }
 
+/// The same for the pauses of Days' files, whose classes have priorities.
+#[test]
+fn drops_of_lossless_priorities_are_noted() {
+    for (priority, xoff, lossless, drops) in [
+        (3, 200_000, true, true),
+        (3, 5_000, true, false),
+        (0, 200_000, true, true),
+        (3, 0, false, true),
+    ] {
+        let toml = format!(
+            "{}priority = {priority}\n[link.pfc]\nhost_links = true\nxoff = {:?}\nxon = {:?}\n",
+            incast("", "").replace("host_links = true", "host_links = true\nmode = \"Pfc\""),
+            [xoff; 8],
+            [xoff / 2; 8],
+        );
+        let result = run(&toml);
+        let totals = &result.totals;
+        assert_eq!(
+            totals.data_drops + totals.control_drops > 0,
+            drops,
+            "{totals:?}"
+        );
+        let notes = slipstream_netsim::output::notes(&config(&toml), &result).join("\n");
+        assert_eq!(
+            notes.contains("lossless classes were dropped"),
+            drops && lossless,
+            "{priority} {xoff}: {notes}"
+        );
+        let late = config(&toml).notes.join("\n");
+        let beyond = xoff == 200_000 && late.contains("paused at 200000 waiting bytes");
+        assert_eq!(beyond, xoff == 200_000 && 256 * 1_460 <= 200_000, "{late}");
+    }
+}
+
 #[test]
 fn a_fault_is_one_error_without_consequences() {
     let set = "[[flow_set]]\nflow_count = 2\n";
@@ -219,10 +253,155 @@ fn a_fault_is_one_error_without_consequences() {
             ),
             "xon_gap",
         ),
+        (
+            network("capacity = 64\npfc = { xoff = 1000, alpha = 0.5 }\n[[flow]]\ngraph = [[0, 1]]\ntraffic = { size = 1 }\n"),
+            "`switch.pfc.alpha` conflicts with `xoff`",
+        ),
+        (
+            network("discipline = \"DRR\"\nweights = [2, 1]\n[[flow]]\nclass = 5\ngraph = [[0, 1]]\ntraffic = { size = 1 }\n"),
+            "flow 0 has class 5, but `switch.discipline` has the classes 0 to 1",
+        ),
+        (
+            "duration = 1.0\nedges = \"0-2, 1-2\"\nhosts = [0, 1]\n[switch]\nport_rate = 1e9\n".to_owned() + pair,
+            "net.toml:2:9: `edges` is a string",
+        ),
+        (
+            "[topology]\ncategory = \"leafspine\"\nleaf_spine = { leaves = 2, spines = 2 }\n[switch]\nport_rate = 1e9\n".to_owned() + pair,
+            "did you mean \"LeafSpine\"",
+        ),
+        (
+            flow("[[0, 1]]", "size = 1").replace("[switch]", "[switch"),
+            "net.toml:4:",
+        ),
     ] {
         let all = errors(&toml);
         assert_eq!(all.len(), 1, "{toml}\n{all:#?}");
         assert!(all[0].contains(part), "{toml}\n{all:#?}");
+    }
+}
+
+/// Files in which each line below is a key that can be wrong.
+fn whole_files() -> [String; 4] {
+    let tree =
+        "[topology]\ncategory = \"FatTree\"\n[topology.fat_tree]\nk = 4\nhosts_per_edge = 2\n";
+    let leaves = "[topology]\ncategory = \"LeafSpine\"\n[topology.leaf_spine]\nleaves = 2\nspines = 2\nhosts_per_leaf = 2\n";
+    let graph = "edges = [[0, 2], [1, 2], [3, 2]]\nhosts = [0, 1, 3]\n";
+    let rest = |switch: &str, traffic: &str| {
+        format!(
+            "[link]\npropagation_ns = 1000\nhost_links = true\n[routing]\npolicy = \"ECMP\"\n[switch]\nport_rate = 1e9\n\
+             capacity = 64\n{switch}\n{traffic}"
+        )
+    };
+    let tcp = "[[flow]]\nflow_type = \"TCP\"\ngraph = [[0, 1]]\nheader_bytes = 40\n[flow.traffic]\nsize = 1000\n\
+               [flow.traffic.tcp]\ncc_algorithm = \"CUBIC\"\ninitial_window = 10\nssthresh = 100000\nrto_min = 0.01\nrto_initial = 0.1\n";
+    let roce = "[[flow]]\nflow_type = \"RoCE\"\ngraph = [[0, 1]]\nclass = 1\n[flow.traffic]\nsize = 1000\n[flow.traffic.roce]\nrto = 0.01\nwindow = 100000\nack_every = 2\n";
+    let ring = "[[collective]]\nname = \"a\"\ncollective_type = \"RingAllReduce\"\nsources = [0, 1, 2]\n[collective.traffic]\nsize = 1000\n\
+                [[collective]]\nafter = \"a\"\ncollective_type = \"AllGather\"\nsources = [0, 1, 2]\ncompute_s = 0.001\n[collective.traffic]\nsize = 1000\n";
+    let head = "seed = 1\nduration = 0.1\n";
+    [
+        format!(
+            "{head}{tree}{}",
+            rest("drop = \"ECN_THRESHOLD\"\necn_threshold = 20", tcp)
+        ),
+        format!(
+            "{head}{leaves}{}",
+            rest(
+                "discipline = \"DRR\"\nweights = [1, 2]\n[switch.pfc]\nxoff = 20000\nxon_gap = 1000",
+                roce
+            )
+        ),
+        format!(
+            "{head}{graph}{}",
+            rest(
+                "drop = \"ECN_RAMP\"\n[switch.ecn_ramp]\nkmin = 5000\nkmax = 20000\npmax = 0.1",
+                tcp
+            )
+        ),
+        format!("{head}{tree}{}", rest("loss = 0.01", ring)),
+    ]
+}
+
+/// A wrong value is one error that names its line, without consequences; so is a broken table header.
+#[test]
+fn a_wrong_value_is_one_error_at_its_line() {
+    let (mut refused, mut faults) = (0, Vec::new());
+    for file in whole_files() {
+        config(&file);
+        for (at, line) in file.lines().enumerate() {
+            let changes: Vec<String> = if let Some((key, _)) = line.split_once(" = ") {
+                [
+                    "\"x\"", "-7", "[]", "true", "{}", "nan", "1e300", "[[]]", "'",
+                ]
+                .iter()
+                .map(|value| format!("{key} = {value}"))
+                .collect()
+            } else {
+                vec![
+                    line.replace(']', ""),
+                    format!("{line} x"),
+                    line.replacen('[', "[.", 1),
+                ]
+            };
+            let links = line.starts_with("name") || line.starts_with("after");
+            for change in changes
+                .iter()
+                .filter(|change| !(links && change.ends_with("\"x\"")))
+            {
+                let mut lines: Vec<&str> = file.lines().collect();
+                lines[at] = change;
+                let toml = lines.join("\n");
+                let Err(all) = config::read(Doc::parse("net.toml", toml.as_bytes())) else {
+                    continue;
+                };
+                refused += 1;
+                let all: Vec<String> = all.iter().map(ToString::to_string).collect();
+                if all.len() != 1 || !all[0].starts_with(&format!("net.toml:{}:", at + 1)) {
+                    faults.push(format!("line {}: {change}: {all:#?}", at + 1));
+                }
+            }
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    assert!(refused > 500, "{refused}");
+}
+
+#[test]
+fn timeouts_of_0_are_refused() {
+    for (kind, key) in [("RoCE", "roce"), ("NDP", "ndp")] {
+        for value in ["0.0", "0", "1e-7", "-1.0"] {
+            let toml = flow(
+                "[[0, 1]]",
+                &format!("size = 1, {key} = {{ rto = {value} }}"),
+            )
+            .replace("[[flow]]", &format!("[[flow]]\nflow_type = \"{kind}\""));
+            let all = errors(&toml);
+            assert!(
+                all.len() == 1 && all[0].contains("from 1e-6 to 1e9 s"),
+                "{all:?}"
+            );
+        }
+    }
+    let all = errors(&flow(
+        "[[0, 1]]",
+        "size = 1, tcp = { rto_initial = 0, rto_min = 0 }",
+    ));
+    assert!(
+        all.len() == 1 && all[0].contains("from 1e-6 to 60 s"),
+        "{all:?}"
+    );
+    config(&flow("[[0, 1]]", "size = 1, tcp = { rto_min = 0 }"));
+}
+
+/// `name` and `after` belong to both dialects: a chain of rings needs no `sinks`.
+#[test]
+fn a_chain_of_collectives_runs_in_our_dialect() {
+    let chain = &whole_files()[3];
+    for toml in [
+        chain.replace("loss = 0.01\n", ""),
+        chain.replace("loss = 0.01", "discipline = \"FIFO\""),
+    ] {
+        let result = run(&toml);
+        assert!(result.flows.iter().all(|f| f.delivered_ns.is_some()));
     }
 }
 

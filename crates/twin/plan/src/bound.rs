@@ -183,14 +183,14 @@ pub fn work(
     per_step: u32,
 ) -> Work {
     let gap_s = gap_s.map(|gap_s| gap_s * f64::from(per_step));
-    let (mut computed, mut read, mut scored) = (0.0, 0.0, 0.0);
+    let (mut computed, mut read, mut attention) = (0.0, 0.0, 0.0);
     let (mut prompts, mut answers, mut context, mut inputs) = (0.0, 0.0, 0.0, 0.0);
     for need in &demand.needs {
         let chunk = f64::from(need.input - need.cached);
         let cached = f64::from(need.cached);
         computed += chunk;
         read += cached + chunk;
-        scored += chunk * cached + chunk * (chunk + 1.0) / 2.0;
+        attention += scored(chunk, cached);
         prompts += 1.0;
         let output = f64::from(need.output.saturating_sub(1));
         // Steps, of which each gives one token unless drafts are verified.
@@ -206,7 +206,7 @@ pub fn work(
         prefill_tokens: width::round_u64(tokens),
         prefill_sequences: width::floor_u32((prompts / computed * tokens).ceil()),
         prefill_context: width::round_u64(read / computed * tokens),
-        prefill_attention: width::round_u64(scored / computed * tokens),
+        prefill_attention: width::round_u64(attention / computed * tokens),
         ..StepLoad::default()
     };
     let budget = f64::from(tokens_max);
@@ -277,21 +277,33 @@ pub fn workers_min(work_s: f64, time_s: f64, share: f64) -> u32 {
     width::floor_u32(least).max(1)
 }
 
-/// The share of the work that has to be done in time if `target` of the requests meet their
-/// objectives: that of the shortest prompts or of the shortest answers, whichever is less.
+/// The share of the work that has to be done in time if `target` of the requests meet their objectives. Step times rise with what
+/// [`work`] counts, so the work has at least the share of whichever count is the most unequal: attention's in long prompts.
 pub fn share_in_time(demand: &Demand, target: f64) -> f64 {
-    let share = |tokens: fn(&Need) -> u32| {
-        let mut all: Vec<u64> = demand.needs.iter().map(|n| u64::from(tokens(n))).collect();
-        all.sort_unstable();
+    let chunk = |need: &Need| f64::from(need.input - need.cached);
+    let gaps = |need: &Need| f64::from(need.output.saturating_sub(1));
+    let share = |count: &dyn Fn(&Need) -> f64| {
+        let mut all: Vec<f64> = demand.needs.iter().map(count).collect();
+        all.sort_unstable_by(f64::total_cmp);
         let in_time = width::to_usize(width::floor_u64(target * all.len() as f64));
-        let (part, whole): (u64, u64) = (all[..in_time].iter().sum(), all.iter().sum());
-        if whole == 0 {
-            1.0
-        } else {
-            part as f64 / whole as f64
-        }
+        let (part, whole): (f64, f64) = (all[..in_time].iter().sum(), all.iter().sum());
+        if whole == 0.0 { 1.0 } else { part / whole }
     };
-    share(|need| need.input - need.cached).min(share(|need| need.output.saturating_sub(1)))
+    [
+        share(&chunk),
+        share(&|need| f64::from(need.input)),
+        share(&|need| scored(chunk(need), f64::from(need.cached))),
+        share(&gaps),
+        share(&|need| gaps(need) * f64::from(need.input)),
+        share(&|need| gaps(need) * (f64::from(need.input) + gaps(need) / 2.0)),
+    ]
+    .into_iter()
+    .fold(1.0, f64::min)
+}
+
+/// Pairs of tokens that attention scores for a `chunk` of a prompt after `cached` tokens.
+fn scored(chunk: f64, cached: f64) -> f64 {
+    chunk * cached + chunk * (chunk + 1.0) / 2.0
 }
 
 /// The time in which requests that meet their objectives are done: from the first due time to the
@@ -336,6 +348,8 @@ fn latest_ns(slo: &Slo, output: u32) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use slipstream_base::SimTime;
     use slipstream_config::cluster::PipelineConfig;
@@ -425,11 +439,12 @@ mod tests {
             ideal(&short, &objectives("e2e=50ms"), &engine, &mut timing, 0.99).share,
             1.0
         );
-        // Nine short answers, and one as long as they are together.
+        // Nine short answers, and one as long as they are together; it reads more of its own.
         let mut skewed = demand(10, 1000, 11);
         skewed.needs[3].output = 91;
         assert_eq!(share_in_time(&skewed, 1.0), 1.0);
-        assert_eq!(share_in_time(&skewed, 0.9), 0.5);
+        let (nine, one) = (90.0 * 1005.0, 90.0 * 1045.0);
+        assert_eq!(share_in_time(&skewed, 0.9), nine / (nine + one));
         // Of ten further tokens four come at a time: three steps, and a quarter of the work.
         assert_eq!(alone(&all.needs[0], &mut timing, 4).e2e, 40_000_000);
         // Their mean gap is shorter than a step.
@@ -467,6 +482,36 @@ mod tests {
         assert_eq!(through("ttft=7ms,tpot=10ms,e2e=107ms", &mut timing), 1.0);
         assert_eq!(through("tpot=9ms", &mut timing), 0.0);
         assert_eq!(through("ttft=6ms", &mut timing), 0.0);
+    }
+
+    proptest! {
+        /// The requests that take the least time have at least this share, whatever tokens, attention and context take.
+        #[test]
+        fn no_requests_in_time_have_less_of_the_work(
+            needs in prop::collection::vec((1u32..20_000, 0u32..20_000, 1u32..3000), 1..40),
+            [token, read, score, step, context] in prop::array::uniform5(prop_oneof![Just(0.0), 1e-6..1.0]),
+            target in prop::sample::select(vec![0.5, 0.9, 0.95, 0.99, 1.0]),
+        ) {
+            let mut demand = demand(needs.len() as u64, 1, 1);
+            for (need, (input, cached, output)) in demand.needs.iter_mut().zip(needs) {
+                (need.input, need.cached, need.output) = (input, cached % input, output);
+            }
+            let mut each: Vec<f64> = demand
+                .needs
+                .iter()
+                .map(|need| {
+                    let (input, cached) = (f64::from(need.input), f64::from(need.cached));
+                    let (chunk, gaps) = (input - cached, f64::from(need.output - 1));
+                    // The position of each token of the prompt, and of the answer.
+                    let pairs: f64 = (need.cached..need.input).map(|at| f64::from(at + 1)).sum();
+                    token * chunk + read * input + score * pairs + step * gaps + context * gaps * (input + gaps / 2.0)
+                })
+                .collect();
+            each.sort_by(f64::total_cmp);
+            let in_time = each.len() - width::to_usize(crate::trial::allowed(each.len() as u64, target));
+            let (least, all): (f64, f64) = (each[..in_time].iter().sum(), each.iter().sum());
+            prop_assert!(least >= share_in_time(&demand, target) * all * (1.0 - 1e-9));
+        }
     }
 
     #[test]

@@ -76,7 +76,8 @@ pub struct Trial {
     pub part: usize,
     /// Its conditions.
     pub conditions: Conditions,
-    /// The run is stopped at this many times the misses that it may have: the number of seeds that are judged together.
+    /// Seeds that are judged together: the run is stopped beyond the misses that they may have in all. Beyond the question's seeds
+    /// these count again.
     pub spare: u64,
 }
 

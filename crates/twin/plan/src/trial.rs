@@ -28,14 +28,12 @@ pub struct Question<'a> {
     pub target: f64,
     /// Requests per class; `None`: those that the run sends. Shape `[classes]`.
     pub expected: Option<&'a [u64]>,
-    /// [`Trial::spare`](crate::Trial::spare)
-    pub spare: u64,
+    /// Misses of each class beyond which the run is stopped ([`stop_at`]); `None`: it runs to its end. Shape `[classes]`.
+    pub stop_at: Option<&'a [u64]>,
     /// Factor on the duration of steps, above 0.
     pub slower: f64,
     /// Length of the workload, s, for the parts of the interval.
     pub length_s: f64,
-    /// End the run when too many requests have missed their objectives. Otherwise it runs to its end.
-    pub stop_early: bool,
     /// Ends the run if it is set; its answer is then worthless.
     pub interrupted: Option<&'a AtomicBool>,
 }
@@ -63,11 +61,22 @@ struct Judge<'a> {
     by_objective: Vec<(&'static str, u64, u64)>,
     /// Shape `[classes][PARTS]`.
     parts: Vec<[(u64, u64); PARTS]>,
-    /// Misses that each class may have. Shape `[classes]`, or empty if not known.
-    allowed: Vec<u64>,
     stopped: bool,
     /// Requests under way when it was stopped.
     under_way: u64,
+}
+
+/// Misses of each class that runs may have together, given each one's requests per class. Shares are rounded down, so each run
+/// alone may have fewer; and one with few requests may have those of all. Shape `[classes]`.
+pub fn stop_at<'a>(runs: impl IntoIterator<Item = &'a [u64]>, target: f64) -> Vec<u64> {
+    let mut all: Vec<u64> = Vec::new();
+    for run in runs {
+        all.resize(all.len().max(run.len()), 0);
+        for (sum, requests) in all.iter_mut().zip(run) {
+            *sum = sum.saturating_add(*requests);
+        }
+    }
+    all.into_iter().map(|all| allowed(all, target)).collect()
 }
 
 /// Requests of `expected` that may miss their objectives.
@@ -126,9 +135,9 @@ impl Sink for Judge<'_> {
         let over = self
             .ended
             .iter()
-            .zip(&self.allowed)
+            .zip(self.question.stop_at.unwrap_or_default())
             .any(|(class, allowed)| missed(class) > *allowed);
-        if self.question.stop_early && over && !self.stopped {
+        if over && !self.stopped {
             self.stopped = true;
             self.under_way = progress.in_flight as u64;
         }
@@ -152,7 +161,7 @@ pub fn run(
         slo: objectives.clone(),
         each_token: objectives.read_longest_gap(),
         speedup: 1.0 / question.slower,
-        progress_events: if question.stop_early {
+        progress_events: if question.stop_at.is_some() {
             LOOK_EVENTS
         } else {
             1 << 12
@@ -167,17 +176,11 @@ pub fn run(
 
 impl<'a> Judge<'a> {
     fn new(question: &'a Question<'a>) -> Judge<'a> {
-        // Of all seeds together: each alone may have fewer, as shares are rounded down.
-        let misses =
-            |&expected: &u64| allowed(expected.saturating_mul(question.spare), question.target);
         Judge {
             question,
             ended: vec![(0, 0)],
             by_objective: Vec::new(),
             parts: vec![[(0, 0); PARTS]],
-            allowed: question
-                .expected
-                .map_or_else(Vec::new, |classes| classes.iter().map(misses).collect()),
             stopped: false,
             under_way: 0,
         }
@@ -261,23 +264,13 @@ mod tests {
 
     #[test]
     fn seeds_may_have_misses_together_that_none_may_have_alone() {
-        let objectives = Objectives::default();
-        let allowed = |spare| {
-            let question = Question {
-                objectives: &objectives,
-                target: 0.99,
-                expected: Some(&[60, 200]),
-                spare,
-                slower: 1.0,
-                length_s: 1.0,
-                stop_early: true,
-                interrupted: None,
-            };
-            Judge::new(&question).allowed
-        };
-        assert_eq!(allowed(1), [0, 2]);
-        assert_eq!(allowed(3), [1, 6]);
-        assert_eq!(allowed(u64::MAX)[0], allowed(u64::MAX)[1]);
+        let of = |runs: &[&[u64]]| stop_at(runs.iter().copied(), 0.99);
+        assert_eq!(of(&[&[60, 200]]), [0, 2]);
+        assert_eq!(of(&[&[60, 200], &[60, 200], &[60, 200]]), [1, 6]);
+        // Runs of unequal lengths: each may have the misses of all, and a class may be absent in one.
+        assert_eq!(of(&[&[20], &[900, 100], &[80, 0]]), [10, 1]);
+        assert_eq!(of(&[&[u64::MAX], &[u64::MAX]]), of(&[&[u64::MAX]]));
+        assert_eq!(of(&[]), [0; 0]);
     }
 
     #[test]

@@ -342,23 +342,28 @@ fn attains(
 ) -> (bool, f64, u64) {
     let (mut all, mut met, mut simulated) = (0, 0, 0);
     let allowed = |all: u64| all - ((of.attain * all as f64 - 1e-9).ceil() as u64).min(all);
-    for seed in 0..seeds {
-        let workload = Workload {
+    let workloads: Vec<Workload> = (0..seeds)
+        .map(|seed| Workload {
             seed: workload.seed + seed,
             ..load::scaled(workload, of.load[0])
-        };
-        let expected = demand::count(&workload).unwrap();
+        })
+        .collect();
+    let counts: Vec<Vec<u64>> = workloads
+        .iter()
+        .map(|workload| demand::count(workload).unwrap())
+        .collect();
+    let stop_at = trial::stop_at(counts.iter().map(Vec::as_slice), of.attain);
+    for (workload, expected) in workloads.iter().zip(&counts) {
         let question = trial::Question {
             objectives,
             target: of.attain,
-            expected: Some(&expected),
-            spare: seeds,
+            expected: Some(expected),
+            stop_at: Some(&stop_at),
             slower: 1.0,
             length_s: 1.0,
-            stop_early: true,
             interrupted: None,
         };
-        let answer = trial::run(cluster, &workload, &question, |path| std::fs::read(path)).unwrap();
+        let answer = trial::run(cluster, workload, &question, |path| std::fs::read(path)).unwrap();
         simulated += answer.measured.requests;
         if !answer.measured.complete {
             return (false, 0.0, simulated);

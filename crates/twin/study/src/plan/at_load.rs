@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use slipstream_base::width;
-use slipstream_config::workload_file::Content;
 use slipstream_engine::timing;
 use slipstream_plan::confidence::{self, Share, StepError};
 use slipstream_plan::search::{NearMiss, grid};
@@ -58,14 +57,6 @@ impl AtLoad<'_> {
         }
     }
 
-    /// Seeds on which the answer attains together: generated workloads have chance in them.
-    fn seeds(&self) -> u64 {
-        match self.plan.workload.content {
-            Content::Generated(_) => self.plan.args.seeds,
-            Content::Trace(_) => 1,
-        }
-    }
-
     pub(super) fn ready(&self) -> anyhow::Result<Arc<Ready>> {
         ready::prepare(self.plan, self.factors, self.means.control)
     }
@@ -85,7 +76,7 @@ impl AtLoad<'_> {
             &ready.shares,
             ready.main,
             self.plain(),
-            self.seeds(),
+            self.plan.seeds(),
             driver,
         )
     }
@@ -166,7 +157,7 @@ impl AtLoad<'_> {
         figures: Figures,
     ) -> anyhow::Result<Found> {
         let (args, best) = (&self.plan.args, figures.best);
-        let (load, plain, seeds) = (self.factors.load, self.plain(), self.seeds());
+        let (load, plain, seeds) = (self.factors.load, self.plain(), self.plan.seeds());
         let now = Conditions { load, ..plain };
         let last = ready.shares.len() - 1;
         // The share of all seeds, unless the figures are of another load than the one that must be attained.

@@ -26,7 +26,6 @@ use crate::{files, memory};
 pub struct Batch {
     /// Bits of the factors on load, objectives and steps that the search is for.
     factors: [u64; 3],
-    stop_early: bool,
     trials: Vec<Spec>,
 }
 
@@ -40,9 +39,16 @@ struct Spec {
     /// Factors on load, objectives and steps.
     factors: [u64; 3],
     seed: u64,
-    spare: u64,
-    /// Requests per class, if they do not depend on the run.
+    counts: Counts,
+}
+
+/// Requests of a trial, if they do not depend on the run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Counts {
+    /// Per class.
     expected: Option<Vec<u64>>,
+    /// Misses of each class beyond which the run is stopped; `None`: it runs to its end.
+    stop_at: Option<Vec<u64>>,
 }
 
 impl Batch {
@@ -54,7 +60,7 @@ impl Batch {
 }
 
 impl Spec {
-    fn of(trial: &Trial, expected: Option<Vec<u64>>) -> Spec {
+    fn of(trial: &Trial, counts: Counts) -> Spec {
         let conditions = &trial.conditions;
         Spec {
             shape: trial.shape,
@@ -63,8 +69,7 @@ impl Spec {
             part: trial.part,
             factors: [conditions.load, conditions.slo, conditions.slower].map(f64::to_bits),
             seed: conditions.seed,
-            spare: trial.spare,
-            expected,
+            counts,
         }
     }
 
@@ -81,7 +86,8 @@ impl Spec {
                 slower,
                 seed: self.seed,
             },
-            spare: self.spare,
+            // What it stands for travels as numbers.
+            spare: 1,
         }
     }
 }
@@ -142,12 +148,14 @@ pub(super) struct Driver<'a> {
     pub(super) ready: &'a Ready,
     objectives: &'a Objectives,
     target: f64,
+    /// Seeds of the question.
+    seeds: u64,
     /// Factors that the search is for.
     factors: Factors,
     means: Means<'a>,
     began: Instant,
     /// Requests per class of a part at a load; `None` if they depend on the run.
-    counts: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
+    requests_of: HashMap<(usize, u64, u64), Option<Vec<u64>>>,
     /// Whether runs of other sizes and loads are to be complete, for charts.
     charts: bool,
     /// Complete runs under the conditions of a question: for charts.
@@ -185,10 +193,11 @@ impl<'a> Driver<'a> {
             ready,
             objectives: &plan.asked.objectives,
             target: plan.args.attain,
+            seeds: plan.seeds(),
             factors,
             means,
             began: Instant::now(),
-            counts: HashMap::new(),
+            requests_of: HashMap::new(),
             charts: plan.charts,
             complete: Vec::new(),
             figures: vec![Vec::new(); ready.shapes.len()],
@@ -202,16 +211,43 @@ impl<'a> Driver<'a> {
         workload
     }
 
+    /// The requests of a trial, and those that may miss: of all seeds that are judged together. `stop_early`: whether it is stopped
+    /// beyond them.
+    fn counts(&mut self, trial: &Trial, stop_early: bool) -> anyhow::Result<Counts> {
+        let expected = self.count(trial)?;
+        let mut runs = vec![expected.clone().unwrap_or_default()];
+        if trial.spare > 1 && stop_early && expected.is_some() {
+            runs.clear();
+            for number in 0..trial.spare {
+                let conditions = Conditions {
+                    seed: number % self.seeds,
+                    ..trial.conditions
+                };
+                let other = Trial {
+                    conditions,
+                    ..*trial
+                };
+                runs.extend(self.count(&other)?);
+            }
+        }
+        let stop_at = trial::stop_at(runs.iter().map(Vec::as_slice), self.target);
+        Ok(Counts {
+            stop_at: (stop_early && expected.is_some()).then_some(stop_at),
+            expected,
+        })
+    }
+
+    /// Requests per class; `None` if they depend on the run.
     fn count(&mut self, trial: &Trial) -> anyhow::Result<Option<Vec<u64>>> {
         let conditions = &trial.conditions;
         let key = (trial.part, conditions.load.to_bits(), conditions.seed);
-        if let Some(count) = self.counts.get(&key) {
+        if let Some(count) = self.requests_of.get(&key) {
             return Ok(count.clone());
         }
         let count = demand::count(&self.workload(trial))?;
         let known = count.iter().sum::<u64>() > 0;
         let count = known.then_some(count);
-        self.counts.insert(key, count.clone());
+        self.requests_of.insert(key, count.clone());
         Ok(count)
     }
 
@@ -225,14 +261,9 @@ impl<'a> Driver<'a> {
     }
 
     /// Runs one trial.
-    fn simulate(
-        &self,
-        trial: &Trial,
-        expected: Option<&[u64]>,
-        stop_early: bool,
-    ) -> anyhow::Result<Answer> {
+    fn simulate(&self, trial: &Trial, counts: &Counts) -> anyhow::Result<Answer> {
         let cluster = self.cluster(trial)?;
-        self.simulate_on(&cluster, trial, expected, stop_early)
+        self.simulate_on(&cluster, trial, counts)
     }
 
     /// Runs one trial on a cluster of its own.
@@ -240,8 +271,7 @@ impl<'a> Driver<'a> {
         &self,
         cluster: &Cluster,
         trial: &Trial,
-        expected: Option<&[u64]>,
-        stop_early: bool,
+        counts: &Counts,
     ) -> anyhow::Result<Answer> {
         let scaled;
         let objectives = if trial.conditions.slo == 1.0 {
@@ -254,13 +284,12 @@ impl<'a> Driver<'a> {
         let question = Question {
             objectives,
             target: self.target,
-            expected,
-            spare: trial.spare,
+            expected: counts.expected.as_deref(),
+            stop_at: counts.stop_at.as_deref(),
             slower: trial.conditions.slower,
             // Compressed with the load, unless the load adds requests.
             length_s: self.ready.lengths_s[trial.part] * self.ready.parts[trial.part].time_scale
                 / workload.time_scale,
-            stop_early,
             interrupted: Some(&self.means.control.interrupted),
         };
         let answer = trial::run(cluster, &workload, &question, files::read)?;
@@ -311,8 +340,8 @@ impl<'a> Driver<'a> {
         if let Some((_, answer)) = kept.find(|(other, _)| *other == run) {
             return Ok(answer.clone());
         }
-        let expected = self.count(trial)?;
-        let answer = self.simulate(trial, expected.as_deref(), false)?;
+        let counts = self.counts(trial, false)?;
+        let answer = self.simulate(trial, &counts)?;
         self.requests += answer.measured.requests;
         Ok(answer)
     }
@@ -325,8 +354,8 @@ impl<'a> Driver<'a> {
             .base
             .resolve_scaled(shape, setting, Some(workers_min), trial.workers)?;
         memory::check(&cluster)?;
-        let expected = self.count(trial)?;
-        let answer = self.simulate_on(&cluster, trial, expected.as_deref(), false)?;
+        let counts = self.counts(trial, false)?;
+        let answer = self.simulate_on(&cluster, trial, &counts)?;
         self.requests += answer.measured.requests;
         Ok(answer)
     }
@@ -362,9 +391,8 @@ impl<'a> Driver<'a> {
             );
         }
         let trials: Vec<Trial> = batch.trials.iter().map(Spec::trial).collect();
-        let expected: Vec<Option<Vec<u64>>> =
-            batch.trials.iter().map(|s| s.expected.clone()).collect();
-        let runs = self.on_threads(&trials, &expected, batch.stop_early, None)?;
+        let counts: Vec<Counts> = batch.trials.iter().map(|s| s.counts.clone()).collect();
+        let runs = self.on_threads(&trials, &counts, None)?;
         let results = runs.into_iter().map(|(measured, _)| Result::from(measured));
         Ok(results.collect())
     }
@@ -372,8 +400,7 @@ impl<'a> Driver<'a> {
     fn on_threads(
         &self,
         trials: &[Trial],
-        expected: &[Option<Vec<u64>>],
-        stop_early: bool,
+        counts: &[Counts],
         progress: Option<&Progress>,
     ) -> anyhow::Result<Vec<Run>> {
         let next = AtomicUsize::new(0);
@@ -389,8 +416,7 @@ impl<'a> Driver<'a> {
                         if self.means.control.is_interrupted() {
                             return;
                         }
-                        let expected = expected[at].as_deref();
-                        let result = self.simulate(trial, expected, stop_early);
+                        let result = self.simulate(trial, &counts[at]);
                         let result = result.map(|answer| {
                             let measured = answer.measured.clone();
                             (
@@ -429,15 +455,15 @@ impl Evaluate for Driver<'_> {
     }
 
     fn run(&mut self, trials: &[Trial], progress: &Progress) -> anyhow::Result<Vec<TrialResult>> {
-        let expected: Vec<Option<Vec<u64>>> = trials
-            .iter()
-            .map(|trial| self.count(trial))
-            .collect::<anyhow::Result<_>>()?;
         // Charts show the shares of these.
         let stop_early = !(self.charts && matches!(progress.phase, "headroom" | "size"));
+        let counts: Vec<Counts> = trials
+            .iter()
+            .map(|trial| self.counts(trial, stop_early))
+            .collect::<anyhow::Result<_>>()?;
         let measured = match self.means.elsewhere {
             None => {
-                let runs = self.on_threads(trials, &expected, stop_early, Some(progress))?;
+                let runs = self.on_threads(trials, &counts, Some(progress))?;
                 let mut measured = Vec::with_capacity(runs.len());
                 for (trial, (each, answer)) in trials.iter().zip(runs) {
                     measured.push(each);
@@ -450,11 +476,10 @@ impl Evaluate for Driver<'_> {
             Some(elsewhere) => {
                 let batch = Batch {
                     factors: self.factors.bits(),
-                    stop_early,
                     trials: trials
                         .iter()
-                        .zip(expected)
-                        .map(|(trial, expected)| Spec::of(trial, expected))
+                        .zip(counts)
+                        .map(|(trial, counts)| Spec::of(trial, counts))
                         .collect(),
                 };
                 let results = elsewhere.measure(&batch, &self.said(progress, 0, trials.len()))?;

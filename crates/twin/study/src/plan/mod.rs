@@ -21,7 +21,7 @@ use slipstream_base::Slo;
 use slipstream_config::doc::suggestion;
 use slipstream_config::preset;
 use slipstream_config::prices::Prices;
-use slipstream_config::workload_file::Workload;
+use slipstream_config::workload_file::{Content, Workload};
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::{Share, StepError};
 use slipstream_plan::search::NearMiss;
@@ -378,6 +378,14 @@ impl Plan {
     pub fn with_charts(mut self) -> Plan {
         self.charts = true;
         self
+    }
+
+    /// Seeds on which the answer attains together: generated workloads have chance in them.
+    fn seeds(&self) -> u64 {
+        match self.workload.content {
+            Content::Generated(_) => self.args.seeds,
+            Content::Trace(_) => 1,
+        }
     }
 
     /// Notes about the question.

@@ -7,6 +7,7 @@
 //! requests. Settings are tried on the small part first, and the better quarter goes on to larger parts
 //! (successive halving). On the whole workload, the remaining settings challenge the answer, and so do all
 //! shapes, other splits of prefill and decode workers, and the better settings of shapes that nearly attain.
+//! At last, everything that is cheaper is simulated, if that takes few requests.
 //!
 //! Trials run in batches that depend on results alone.
 
@@ -15,6 +16,7 @@ mod challenge;
 mod figures;
 mod halving;
 mod prefer;
+mod proof;
 mod race;
 mod settle;
 mod sizing;
@@ -213,11 +215,15 @@ pub struct Search<'a, E: Evaluate> {
     known: Vec<Option<(usize, u32)>>,
     /// Shape and setting preferred among equal costs.
     preferred: Option<(usize, usize)>,
+    /// Requests that the proofs of rows may still take.
+    proof_left: u64,
     progress: Progress,
     /// Requests simulated.
     pub requests: u64,
     /// Trials run.
     pub trials: u64,
+    /// Whether the answer is proven: all that is cheaper was simulated, and does not attain.
+    pub proven: bool,
 }
 
 type Key = (usize, usize, u32, usize, [u64; 4]);
@@ -259,6 +265,8 @@ impl<'a, E: Evaluate> Search<'a, E> {
         Search {
             known: vec![None; shapes.len()],
             preferred: None,
+            proof_left: proof::REQUESTS,
+            proven: false,
             shapes,
             target,
             parts,
@@ -333,8 +341,15 @@ impl<'a, E: Evaluate> Search<'a, E> {
         let mut new: Vec<Trial> = Vec::new();
         let mut keys: BTreeSet<Key> = BTreeSet::new();
         for trial in trials {
-            if self.result(trial).is_none() && keys.insert(self.key(trial)) {
+            if self.result(trial).is_some() {
+                continue;
+            }
+            let key = self.key(trial);
+            if keys.insert(key) {
                 new.push(*trial);
+            } else if let Some(same) = new.iter_mut().find(|other| self.key(other) == key) {
+                // The longer of two runs tells what the shorter one does.
+                same.spare = same.spare.max(trial.spare);
             }
         }
         if !new.is_empty() {

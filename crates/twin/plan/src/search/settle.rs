@@ -2,6 +2,7 @@
 
 use crate::trial::allowed;
 
+use super::proof::{self, Extent};
 use super::{CHANCE, Choice, Evaluate, Key, ROUNDS_MAX, Search, Sizing, Stage, Trial, TrialResult};
 
 /// Fraction of the allowed misses below which the first seed alone decides.
@@ -33,10 +34,13 @@ impl<E: Evaluate> Search<'_, E> {
                 best = self.challenge(best, stage)?;
             }
         }
-        best = match best {
-            Some(best) => Some(self.fewer(best, stage)?),
-            None => None,
-        };
+        let before = best;
+        best = self.fewer(best, stage)?;
+        if before.is_none() && best.is_some() {
+            best = self.challenge(best, stage)?;
+        }
+        let most = self.requests.max(proof::REQUESTS);
+        (best, self.proven) = self.prove(best, Extent::ALL, most)?;
         best.map(|best| self.prefer(best, stage)).transpose()
     }
 
@@ -56,10 +60,14 @@ impl<E: Evaluate> Search<'_, E> {
 
     /// The answer, or one that costs less: where routing has chance in it, fewer workers may attain where one more misses by a little.
     /// Tries the sizes that miss by chance with the first seed, and one worker less than each of them and than the answer.
-    pub(super) fn fewer(&mut self, mut best: Choice, stage: Stage) -> Result<Choice, E::Error> {
+    pub(super) fn fewer(
+        &mut self,
+        mut best: Option<Choice>,
+        stage: Stage,
+    ) -> Result<Option<Choice>, E::Error> {
         let mut tried: Vec<(Key, u64)> = Vec::new();
         loop {
-            let mut trials = self.one_less(&best, stage);
+            let mut trials = self.one_less(best, stage);
             trials.retain(|trial| {
                 let trial = (self.key(trial), trial.spare);
                 let is_new = !tried.contains(&trial);
@@ -78,14 +86,14 @@ impl<E: Evaluate> Search<'_, E> {
             let measured = self.run_at(&trials, stage)?;
             for (trial, measured) in trials.iter().zip(&measured) {
                 let cost = self.shapes[trial.shape].cost_of(trial.workers);
-                if measured.attains && cost < best.cost * (1.0 - 1e-9) {
-                    best = Choice {
+                if measured.attains && best.is_none_or(|best| cost < best.cost * (1.0 - 1e-9)) {
+                    best = Some(Choice {
                         shape: trial.shape,
                         setting: trial.setting,
                         workers: trial.workers,
                         cost,
                         share: measured.share,
-                    };
+                    });
                 }
             }
         }
@@ -108,13 +116,14 @@ impl<E: Evaluate> Search<'_, E> {
 
     /// The trials of a stage that miss by chance, or may, and cost less than `best`, and those with one worker less than each of them and
     /// than `best`. Settings that give one cluster may give several with one worker less.
-    fn one_less(&self, best: &Choice, stage: Stage) -> Vec<Trial> {
+    fn one_less(&self, best: Option<Choice>, stage: Stage) -> Vec<Trial> {
         let plain = self.plain.key();
-        let of_best = self.key(&self.trial_at(best.shape, best.setting, best.workers, stage));
+        let of_best = best
+            .map(|best| self.key(&self.trial_at(best.shape, best.setting, best.workers, stage)));
         let mut trials = Vec::new();
         let mut add = |shape: usize, setting: usize, workers: u32, spare: u64| {
             let of = &self.shapes[shape];
-            let is_cheaper = of.cost_of(workers) < best.cost * (1.0 - 1e-9);
+            let is_cheaper = best.is_none_or(|best| of.cost_of(workers) < best.cost * (1.0 - 1e-9));
             if is_cheaper && workers >= of.workers_min.max(1) {
                 trials.push(Trial {
                     spare,
@@ -124,7 +133,7 @@ impl<E: Evaluate> Search<'_, E> {
         };
         let here = |key: &Key| (key.3, key.4) == (stage.part, plain);
         let seen = self.seen.iter().filter(|(key, _)| here(key));
-        let of_best = std::iter::once((&of_best, true));
+        let of_best = of_best.iter().map(|key| (key, true));
         let seen = seen.map(|(key, (_, result))| (key, self.misses_by_chance(result)));
         for (&(shape, setting, workers, ..), close) in seen.chain(of_best) {
             if close {
@@ -214,16 +223,39 @@ impl<E: Evaluate> Search<'_, E> {
         let sizing = Sizing::new(min, of.workers_max, workers.max(min), true, self.target);
         let mut job = [(shape, setting, sizing)];
         self.size(&mut job, stage)?;
-        let Some(sized) = self.choice_of(&job[0]) else {
-            return Ok(None);
+        let mut best = match self.choice_of(&job[0]) {
+            Some(sized) => Some(self.improve(sized, min, stage)?),
+            None => None,
         };
-        let best = self.improve(sized, min, stage)?;
         // Not of a workload that is longer than what answers are found on: that takes too many requests.
-        let many = 1.0 - best.share > CLEAR * (1.0 - self.target);
-        if many && self.main == self.parts.len() - 1 && self.seeds > 1 {
-            return self.confirm(best, self.last_stage());
+        if self.main != self.parts.len() - 1 {
+            return Ok(best);
         }
-        Ok(Some(best))
+        if let Some(found) = best
+            && self.seeds > 1
+        {
+            let many = 1.0 - found.share > CLEAR * (1.0 - self.target);
+            let before = self.requests;
+            if many || self.takes_few(&found) {
+                best = self.confirm(found, self.last_stage())?;
+            }
+            self.proof_left = self.proof_left.saturating_sub(self.requests - before);
+        }
+        let before = self.requests;
+        let extent = Extent {
+            shape: Some(shape),
+            floor,
+        };
+        (best, _) = self.prove(best, extent, self.proof_left)?;
+        self.proof_left = self.proof_left.saturating_sub(self.requests - before);
+        Ok(best)
+    }
+
+    /// Whether the other seeds of what attains with the first one take few requests.
+    fn takes_few(&self, of: &Choice) -> bool {
+        let first = self.trial(of.shape, of.setting, of.workers);
+        self.result(&first)
+            .is_some_and(|first| first.requests.saturating_mul(self.seeds - 1) <= self.proof_left)
     }
 
     /// The answer, and the rows of the other shapes. A row that is cheaper, as its settings were not tried before, is the answer
@@ -241,13 +273,17 @@ impl<E: Evaluate> Search<'_, E> {
             let cheaper = rows.iter().find(|row| row.cost < best.cost * (1.0 - 1e-9));
             let Some(&cheaper) = cheaper else { break };
             self.known[cheaper.shape] = Some((cheaper.setting, cheaper.workers));
+            let was_proven = self.proven;
             match self.settle(Some(cheaper))? {
                 Some(settled) if settled.cost < best.cost * (1.0 - 1e-9) => {
                     best = settled;
                     rows = self.runners_up(&best, limit)?;
                 }
                 // With the other seeds, or on the whole, it costs as much.
-                _ => rows.retain(|row| *row != cheaper),
+                _ => {
+                    self.proven |= was_proven;
+                    rows.retain(|row| *row != cheaper);
+                }
             }
         }
         Ok((best, rows))

@@ -384,7 +384,8 @@ fn fewer_workers_are_tried_where_one_more_misses_by_chance() {
     search
         .run(&[search.trial(0, 0, 10), search.trial(0, 0, 11)])
         .unwrap();
-    let best = search.fewer(at_11, search.last_stage()).unwrap();
+    let best = search.fewer(Some(at_11), search.last_stage()).unwrap();
+    let best = best.unwrap();
     assert_eq!(best.workers, 9);
 }
 
@@ -465,7 +466,8 @@ fn fewer_workers_are_tried_where_one_more_has_a_single_miss() {
             share: TARGET,
         };
         let stage = search.last_stage();
-        assert_eq!(search.fewer(at_11, stage).unwrap().workers, workers);
+        let best = search.fewer(Some(at_11), stage).unwrap().unwrap();
+        assert_eq!(best.workers, workers);
     }
 }
 
@@ -488,7 +490,7 @@ fn fewer_than_ten(known: &mut CapacityModel, settings: usize) -> Choice {
         share: TARGET,
     };
     let stage = search.last_stage();
-    search.fewer(of_ten, stage).unwrap()
+    search.fewer(Some(of_ten), stage).unwrap().unwrap()
 }
 
 proptest! {

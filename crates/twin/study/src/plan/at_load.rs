@@ -39,6 +39,7 @@ struct Figures {
     /// Requests simulated to find the answer, and in all.
     search_requests: u64,
     requests: u64,
+    proven: bool,
 }
 
 impl AtLoad<'_> {
@@ -88,14 +89,14 @@ impl AtLoad<'_> {
         above: &mut Vec<(Shape, Setting, u32)>,
     ) -> anyhow::Result<Result<Found, NotFound>> {
         if ready.candidates.is_empty() {
-            return Ok(Err(self.not_found(ready, None)));
+            return Ok(Err(self.not_found(ready, None, true)));
         }
         let mut driver = self.driver(ready);
         let mut search = self.search(ready, &mut driver);
         let Some(best) = search.find(&known(ready, above))? else {
-            let nearest = search.nearest();
+            let (nearest, proven) = (search.nearest(), search.proven);
             let nearest = nearest.map(|nearest| nearest_row(ready, &mut driver, nearest));
-            return Ok(Err(self.not_found(ready, nearest.transpose()?)));
+            return Ok(Err(self.not_found(ready, nearest.transpose()?, proven)));
         };
         let figures = self.figures(&mut search, best)?;
         let best = figures.best;
@@ -108,8 +109,9 @@ impl AtLoad<'_> {
         Ok(Ok(found))
     }
 
-    fn not_found(&self, ready: &Ready, nearest: Option<(NearMiss, Row)>) -> NotFound {
+    fn not_found(&self, ready: &Ready, nearest: Option<(NearMiss, Row)>, proven: bool) -> NotFound {
         NotFound {
+            proven,
             load: self.factors.load,
             nearest,
             ideal: ready.ideal.clone(),
@@ -146,6 +148,7 @@ impl AtLoad<'_> {
             sure: confidence::share(&of.collect::<Vec<_>>()),
             search_requests,
             requests: search.requests,
+            proven: search.proven,
         })
     }
 
@@ -204,6 +207,7 @@ impl AtLoad<'_> {
             sensitivity,
             by_workers: figures.by_workers,
             by_load: by_load.chain([first]).collect(),
+            proven: figures.proven,
             search_requests: figures.search_requests,
             all_requests,
             grid_requests: grid(&ready.candidates, &apart, best.cost) * ready.requests,

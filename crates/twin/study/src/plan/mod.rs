@@ -210,6 +210,8 @@ struct Found {
     /// Workers and share near the answer, and load and share.
     by_workers: Vec<(u32, f64)>,
     by_load: Vec<(f64, f64)>,
+    /// Whether all that is cheaper was simulated.
+    proven: bool,
     /// Requests simulated to find the answer, in all, and by a grid.
     search_requests: u64,
     all_requests: u64,
@@ -226,6 +228,8 @@ struct NotFound {
     /// Shapes that the bounds exclude, with the most that they can reach.
     ideal: Vec<(String, Ideal)>,
     requests: u64,
+    /// Whether every cluster was simulated that the bounds leave.
+    proven: bool,
 }
 
 /// Inputs of the output in addition to answers.

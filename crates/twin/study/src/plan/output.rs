@@ -270,8 +270,13 @@ fn knob_json(context: &Asked, knob: &Sensitivity) -> Value {
 }
 
 fn effort(found: &Found) -> String {
+    let proof = if found.proven {
+        "; all that is cheaper was simulated and misses the objective"
+    } else {
+        ""
+    };
     format!(
-        "simulated {} to find it, {} in all; every combination up to its cost: {} ({}× as many)",
+        "simulated {} to find it, {} in all; every combination up to its cost: {} ({}× as many){proof}",
         counted(found.search_requests, "request"),
         grouped(found.all_requests),
         grouped(found.grid_requests),
@@ -646,6 +651,7 @@ fn found_json(context: &Asked, found: &Found) -> Value {
         "sensitivity": found.sensitivity.iter().map(|knob| knob_json(context, knob)).collect::<Vec<_>>(),
         "autoscaled": found.scaled.as_ref().map(|scaled| scaled_json(context, scaled)),
         "ideal": ideal_json(&found.ideal),
+        "proven": found.proven,
         "simulated_requests": found.search_requests,
         "simulated_requests_in_all": found.all_requests,
         "grid_requests": found.grid_requests,
@@ -663,6 +669,7 @@ pub(super) fn json(
             "load": missed.load,
             "found": false,
             "requests": missed.requests,
+            "proven": missed.proven,
             "nearest": missed.nearest.as_ref().map(|(_, row)| row_json(context, row)),
             "ideal": ideal_json(&missed.ideal),
         }),

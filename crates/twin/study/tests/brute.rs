@@ -92,6 +92,17 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     };
     let hosts = draws.chance(20);
     let trace = !hosts && draws.chance(20);
+    let mut kinds = Draws {
+        seed: seed ^ 0x006b_696e_6473,
+        at: 0,
+    };
+    let load = Load {
+        requests,
+        rate,
+        input,
+        output,
+    };
+    let has_classes = !trace && kinds.chance(20);
     let workload = if trace {
         let path = folder.join(format!("{seed}.jsonl"));
         std::fs::write(&path, trace_of(&mut draws, requests, rate, input, output)).unwrap();
@@ -100,29 +111,9 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
             ..WorkloadSource::default()
         }
     } else {
-        let arrival = match draws.of(&[0, 1, 2]) {
-            0 => format!("kind = \"poisson\"\nrate_per_s = {rate}"),
-            1 => format!("kind = \"gamma\"\nrate_per_s = {rate}\ncv = 2"),
-            _ => format!("kind = \"constant\"\nrate_per_s = {rate}"),
-        };
-        let mut text = format!(
-            "seed = {}\nrequests = {requests}\n\
-             isl = {{ kind = \"lognormal\", mean = {input}, cv = {}, min = 16, max = 20000 }}\n\
-             osl = {{ kind = \"lognormal\", mean = {output}, cv = 0.6, min = 2, max = 1000 }}\n[arrival]\n{arrival}\n",
-            draws.of(&[1, 2, 3, 4]),
-            draws.of(&["0.2", "0.8"]),
-        );
-        if hosts || draws.chance(30) {
-            let tokens = input * 3 / 4;
-            let branches = draws.of(&[10, 60, 150]);
-            writeln!(
-                text,
-                "[[prefix]]\nbranches = {branches}\ntokens = {tokens}\nskew = 0.4"
-            )
-            .unwrap();
-        }
+        let is_open = is_burst || hosts;
         WorkloadSource {
-            text: Some(text),
+            text: Some(load.file(&mut draws, &mut kinds, hosts, is_open, has_classes)),
             ..WorkloadSource::default()
         }
     };
@@ -131,7 +122,10 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     let slo = match (is_burst, burst.of(&[0, 1, 2])) {
         (true, 0) => format!("tpot={itl}"),
         (true, 1) => format!("e2e={}", burst.of(&["20s", "60s"])),
-        _ => format!("ttft={ttft},itl={itl}"),
+        _ => format!(
+            "ttft={ttft},itl={itl}{}",
+            kinds.of(&["", "", ",e2e=8s", ",itl_max=200ms"])
+        ),
     };
     let gpus: Vec<(&str, f64)> = draws.some(&GPUS);
     let prices: Vec<String> = gpus
@@ -159,7 +153,7 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
     };
     Question {
         workload,
-        slo: Some(slo.parse().unwrap()),
+        slo: (!has_classes).then(|| slo.parse().unwrap()),
         attain: draws.of(&[0.9, 0.95, 0.99]),
         model: Some(model.into()),
         cluster: ClusterSource {
@@ -188,6 +182,106 @@ fn question(seed: u64, small: bool, folder: &Path) -> Question {
         },
         seeds: draws.of(&[1, 3]),
         ..Question::default()
+    }
+}
+
+/// The size of a generated workload.
+#[derive(Clone, Copy)]
+struct Load {
+    requests: i32,
+    rate: f64,
+    input: i32,
+    output: i32,
+}
+
+impl Load {
+    /// A workload file. `hosts`: with more prefixes than a GPU holds; `is_open`: as many requests as stated, at their own times.
+    fn file(
+        self,
+        draws: &mut Draws,
+        kinds: &mut Draws,
+        hosts: bool,
+        is_open: bool,
+        has_classes: bool,
+    ) -> String {
+        let Load { requests, rate, .. } = self;
+        let arrival = match draws.of(&[0, 1, 2]) {
+            0 => format!("kind = \"poisson\"\nrate_per_s = {rate}"),
+            1 => format!("kind = \"gamma\"\nrate_per_s = {rate}\ncv = 2"),
+            _ => format!("kind = \"constant\"\nrate_per_s = {rate}"),
+        };
+        let closed = format!("kind = \"closed\"\nconcurrency = {}", kinds.of(&[2, 8, 24]));
+        let arrival = if kinds.chance(12) && !is_open {
+            closed
+        } else {
+            arrival
+        };
+        // Seeds have unequal numbers of requests.
+        let length = if kinds.chance(15) && !is_open && !arrival.contains("closed") {
+            format!("duration_s = {:.3}", f64::from(requests) / rate)
+        } else {
+            format!("requests = {requests}")
+        };
+        let mut text = format!("seed = {}\n{length}\n", draws.of(&[1, 2, 3, 4]));
+        let body = self.body(draws, kinds);
+        let shared = if hosts || draws.chance(30) {
+            let tokens = self.input * 3 / 4;
+            let branches = draws.of(&[10, 60, 150]);
+            format!("prefix]]\nbranches = {branches}\ntokens = {tokens}\nskew = 0.4\n")
+        } else {
+            String::new()
+        };
+        let session = if kinds.chance(15) {
+            let turns = kinds.of(&[2, 4]);
+            format!("session]\nturns = {turns}\nuser_tokens = 100\nthink_time_s = 1\n")
+        } else {
+            String::new()
+        };
+        let tables = |prefix: &str| {
+            let table = |text: &str, brackets: &str| {
+                let is_empty = text.is_empty();
+                (!is_empty).then(|| format!("{brackets}{prefix}{text}"))
+            };
+            [table(&shared, "[["), table(&session, "[")]
+                .into_iter()
+                .flatten()
+                .collect::<String>()
+        };
+        if has_classes {
+            let other = Load {
+                input: kinds.of(&[200, 3000]),
+                output: kinds.of(&[20, 80]),
+                ..self
+            };
+            let slo = kinds.of(&["ttft=1s,itl=50ms", "ttft=3s,tpot=80ms", "e2e=6s"]);
+            let other_slo = kinds.of(&["ttft=800ms", "e2e=10s", "ttft=5s,itl=100ms"]);
+            write!(
+                text,
+                "[arrival]\n{arrival}\n[[class]]\nweight = {}\nslo = \"{slo}\"\n{body}{}[[class]]\nslo = \"{other_slo}\"\n{}",
+                kinds.of(&[1, 4]),
+                tables("class."),
+                other.body(draws, kinds)
+            )
+            .unwrap();
+        } else {
+            write!(text, "{body}[arrival]\n{arrival}\n{}", tables("")).unwrap();
+        }
+        text
+    }
+
+    /// Lengths, and whether answers end where the model ends them.
+    fn body(self, draws: &mut Draws, kinds: &mut Draws) -> String {
+        let Load { input, output, .. } = self;
+        let ends = if kinds.chance(15) {
+            "ignore_eos = false\n"
+        } else {
+            ""
+        };
+        format!(
+            "isl = {{ kind = \"lognormal\", mean = {input}, cv = {}, min = 16, max = 20000 }}\n\
+             osl = {{ kind = \"lognormal\", mean = {output}, cv = 0.6, min = 2, max = 1000 }}\n{ends}",
+            draws.of(&["0.2", "0.8"]),
+        )
     }
 }
 
@@ -332,16 +426,14 @@ fn settings(
     }
 }
 
-/// Whether a configuration attains on all seeds together, its share, and the requests that were simulated.
-fn attains(
-    cluster: &Cluster,
-    workload: &Workload,
-    of: &Question,
-    objectives: &Objectives,
-    seeds: u64,
-) -> (bool, f64, u64) {
-    let (mut all, mut met, mut simulated) = (0, 0, 0);
-    let allowed = |all: u64| all - ((of.attain * all as f64 - 1e-9).ceil() as u64).min(all);
+/// Whether a configuration attains in each class on all seeds together, its lowest share, and the requests that were simulated.
+fn attains(cluster: &Cluster, workload: &Workload, of: &Question) -> (bool, f64, u64) {
+    let objectives = Objectives::of(workload, of.slo.clone());
+    let seeds = if of.workload.trace.is_some() {
+        1
+    } else {
+        of.seeds
+    };
     let workloads: Vec<Workload> = (0..seeds)
         .map(|seed| Workload {
             seed: workload.seed + seed,
@@ -352,10 +444,16 @@ fn attains(
         .iter()
         .map(|workload| demand::count(workload).unwrap())
         .collect();
-    let stop_at = trial::stop_at(counts.iter().map(Vec::as_slice), of.attain);
+    let allowed = |all: u64| all - ((of.attain * all as f64 - 1e-9).ceil() as u64).min(all);
+    let classes = counts.iter().map(Vec::len).max().unwrap();
+    let stop_at: Vec<u64> = (0..classes)
+        .map(|class| allowed(counts.iter().filter_map(|count| count.get(class)).sum()))
+        .collect();
+    let mut by_class = vec![(0, 0); classes];
+    let mut simulated = 0;
     for (workload, expected) in workloads.iter().zip(&counts) {
         let question = trial::Question {
-            objectives,
+            objectives: &objectives,
             target: of.attain,
             expected: Some(expected),
             stop_at: Some(&stop_at),
@@ -368,39 +466,44 @@ fn attains(
         if !answer.measured.complete {
             return (false, 0.0, simulated);
         }
-        all += answer.by_class[0].0;
-        met += answer.by_class[0].1;
+        for (sum, (all, met)) in by_class.iter_mut().zip(answer.by_class) {
+            *sum = (sum.0 + all, sum.1 + met);
+        }
     }
-    (
-        all - met <= allowed(all),
-        met as f64 / all.max(1) as f64,
-        simulated,
-    )
+    let share = by_class
+        .iter()
+        .filter(|class| class.0 > 0)
+        .map(|&(all, met)| met as f64 / all as f64)
+        .fold(1.0, f64::min);
+    let attained = by_class.iter().all(|&(all, met)| all - met <= allowed(all));
+    (attained, share, simulated)
+}
+
+impl Combination {
+    /// Its cluster; `None` if it cannot run.
+    fn cluster(&self) -> Option<Cluster> {
+        let mut doc = Doc::empty();
+        for set in &self.sets {
+            doc.set(set);
+        }
+        let read = file::read(doc, |path: &Path| std::fs::read(path));
+        read.ok().map(|(cluster, _)| cluster)
+    }
 }
 
 /// The cheapest combination, the number of them that were tried, and the requests that were simulated. Combinations of `limit` and
 /// above are not tried.
 fn brute(of: &Question, limit: f64) -> (Option<(f64, String, f64)>, u64, u64) {
     let (workload, _) = of.workload.workload(&[]).unwrap();
-    let objectives = Objectives::of(&workload, of.slo.clone());
-    let seeds = if of.workload.trace.is_some() {
-        1
-    } else {
-        of.seeds
-    };
     let (mut tried, mut simulated) = (0, 0);
     for each in combinations(of) {
         if each.cost >= limit * (1.0 - 1e-9) {
             break;
         }
-        let mut doc = Doc::empty();
-        for set in &each.sets {
-            doc.set(set);
-        }
-        let Ok((cluster, _)) = file::read(doc, |path: &Path| std::fs::read(path)) else {
+        let Some(cluster) = each.cluster() else {
             continue;
         };
-        let (attained, share, requests) = attains(&cluster, &workload, of, &objectives, seeds);
+        let (attained, share, requests) = attains(&cluster, &workload, of);
         tried += 1;
         simulated += requests;
         if attained {
@@ -408,6 +511,37 @@ fn brute(of: &Question, limit: f64) -> (Option<(f64, String, f64)>, u64, u64) {
         }
     }
     (None, tried, simulated)
+}
+
+/// Whether an answer attains as it says, if it is simulated again.
+fn is_right(of: &Question, answer: &Value) -> bool {
+    let row = &answer["answer"];
+    let text = |key: &str| row[key].as_str().unwrap().to_owned();
+    let host = row["host_memory_gib"].as_f64();
+    let draft = row["draft_tokens"].as_u64();
+    let name = format!(
+        "{} ({} prefill) x {} TP{}{}{}, {} seqs, {} tokens, {}",
+        row["workers"],
+        row["prefill_workers"].as_u64().unwrap_or(0),
+        text("gpu"),
+        row["tensor_parallel_size"],
+        host.map_or_else(String::new, |gib| format!(" {gib} GiB")),
+        draft.map_or_else(String::new, |tokens| format!(" spec{tokens}")),
+        row["max_num_seqs"],
+        row["max_num_batched_tokens"],
+        text("policy"),
+    );
+    let all = combinations(of);
+    let Some(own) = all.iter().find(|each| each.name == name) else {
+        panic!("{name} is none of the combinations");
+    };
+    let (workload, _) = of.workload.workload(&[]).unwrap();
+    let (attained, share, _) = attains(&own.cluster().unwrap(), &workload, of);
+    let said = row["attained"].as_f64().unwrap();
+    if !attained || (share - said).abs() > 1e-9 {
+        println!("    WRONG: {name} attains {share:.4}, not {said:.4}");
+    }
+    attained && (share - said).abs() <= 1e-9
 }
 
 /// The answer as JSON; `Null` if there is none.
@@ -455,7 +589,7 @@ fn answers_are_those_of_every_combination() {
     let count = range.end - range.start;
     let folder = tempfile::tempdir().unwrap();
     let (mut dearer, mut found, mut none, mut refused) = (Vec::new(), 0, 0, 0);
-    let (mut planned, mut simulated) = (0, 0);
+    let (mut planned, mut simulated, mut proven) = (0, 0, 0);
     for n in range {
         let seed = draw(seed(), n);
         let question = Question {
@@ -471,13 +605,18 @@ fn answers_are_those_of_every_combination() {
         let work = answer["simulated_requests"].as_u64().unwrap_or(0);
         planned += work;
         simulated += requests;
+        let is_proven = answer["proven"].as_bool().unwrap();
+        proven += u64::from(is_proven);
+        let mut is_wrong = false;
         if cost.is_finite() {
             found += 1;
+            is_wrong = !is_right(&question, &answer);
         } else {
             none += 1;
         }
         println!(
-            "{n:3} {seed:016x}: plan {cost:.3} with {work} requests, {}; {tried} cheaper combinations with {requests}{}",
+            "{n:3} {seed:016x}: plan {cost:.3} with {work} requests{}, {}; {tried} cheaper combinations with {requests}{}",
+            if is_proven { ", proven" } else { "" },
             answer["answer"]["name"],
             cheapest
                 .as_ref()
@@ -486,13 +625,13 @@ fn answers_are_those_of_every_combination() {
                     question.attain
                 ))
         );
-        if cheapest.is_some() {
+        if cheapest.is_some() || is_wrong {
             println!("    {}", question.travelling().unwrap());
             dearer.push(n);
         }
     }
     println!(
-        "{count} questions: {found} answers, {none} without, {refused} that cannot run; {} dearer: {dearer:?}; \
+        "{count} questions: {found} answers, {none} without, {refused} that cannot run; {proven} proven; {} dearer: {dearer:?}; \
          {planned} requests by plan, {simulated} to try what is cheaper than its answers",
         dearer.len()
     );
@@ -503,53 +642,141 @@ fn answers_are_those_of_every_combination() {
     assert!(found * 2 > count, "{found} of {count} have an answer");
 }
 
-/// Keeps one value of a list with several; false if there is one.
-fn keep_one<T: Clone + PartialEq>(draws: &mut Draws, values: &mut Vec<T>) -> bool {
-    let several = values.len() > 1;
-    if several {
-        *values = vec![draws.of(values)];
-    }
-    several
+/// An axis of the space: gives it several values, and one of them.
+struct AxisCase {
+    name: &'static str,
+    widen: fn(&mut Question),
+    narrow: fn(&mut Draws, &mut Question),
 }
 
-/// The question with one value of an axis that has several; `None` if none has.
-fn narrower(draws: &mut Draws, wide: &Question) -> Option<(Question, &'static str)> {
-    let mut axes = vec![
-        "gpus",
-        "tensor_parallel",
-        "pipeline_parallel",
-        "host_memory",
-        "speculation",
-        "serving",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "policies",
-        "max_gpus",
-    ];
-    while !axes.is_empty() {
-        let axis = draws.of(&axes);
-        axes.retain(|other| *other != axis);
-        let mut of = wide.clone();
-        let narrowed = match axis {
-            "gpus" => keep_one(draws, &mut of.axes.gpus),
-            "tensor_parallel" => keep_one(draws, &mut of.axes.tensor_parallel),
-            "pipeline_parallel" => keep_one(draws, &mut of.axes.pipeline_parallel),
-            "host_memory" => keep_one(draws, &mut of.axes.host_memory),
-            "speculation" => keep_one(draws, &mut of.axes.speculation),
-            "serving" => keep_one(draws, &mut of.axes.serving),
-            "max_num_seqs" => keep_one(draws, &mut of.axes.max_num_seqs),
-            "max_num_batched_tokens" => keep_one(draws, &mut of.axes.max_num_batched_tokens),
-            "policies" => keep_one(draws, &mut of.axes.policies),
-            _ => {
-                of.max_gpus = 8;
-                true
-            }
-        };
-        if narrowed {
-            return Some((of, axis));
+/// Keeps one value of a list.
+fn keep_one<T: Clone>(draws: &mut Draws, values: &mut Vec<T>) {
+    *values = vec![draws.of(values)];
+}
+
+/// Adds what an axis needs to the settings that are not searched.
+fn set(of: &mut Question, sets: &[&str]) {
+    for set in sets {
+        if !of.cluster.sets.iter().any(|own| own == set) {
+            of.cluster.sets.push((*set).to_owned());
         }
     }
-    None
+}
+
+/// Policies with `kv` among them, which reads weights and temperatures.
+fn with_kv(of: &mut Question) {
+    if !of.axes.policies.iter().any(|policy| policy == "kv") {
+        of.axes.policies.push("kv".to_owned());
+    }
+}
+
+const AXIS_CASES: [AxisCase; 15] = [
+    AxisCase {
+        name: "gpus",
+        widen: |of| of.axes.gpus = vec!["l40s".into(), "h100-sxm".into()],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.gpus),
+    },
+    AxisCase {
+        name: "tensor_parallel",
+        widen: |of| of.axes.tensor_parallel = vec![1, 2, 4],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.tensor_parallel),
+    },
+    AxisCase {
+        name: "pipeline_parallel",
+        widen: |of| of.axes.pipeline_parallel = vec![1, 2],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.pipeline_parallel),
+    },
+    AxisCase {
+        name: "data_parallel",
+        widen: |of| of.axes.data_parallel = vec![1, 2],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.data_parallel),
+    },
+    AxisCase {
+        name: "precision",
+        widen: |of| of.axes.precision = vec!["bf16".into(), "fp8".into()],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.precision),
+    },
+    AxisCase {
+        name: "kv_cache_dtype",
+        widen: |of| of.axes.kv_cache_dtype = vec!["auto".into(), "fp8".into()],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.kv_cache_dtype),
+    },
+    AxisCase {
+        name: "host_memory",
+        widen: |of| {
+            set(of, &["engine.host_tier.bytes_per_s=25e9"]);
+            of.axes.host_memory = vec![0.0, 256.0];
+        },
+        narrow: |draws, of| keep_one(draws, &mut of.axes.host_memory),
+    },
+    AxisCase {
+        name: "speculation",
+        widen: |of| {
+            set(
+                of,
+                &[
+                    "engine.speculation.method=\"draft_model\"",
+                    "engine.speculation.acceptance=[0.7,0.5]",
+                ],
+            );
+            of.axes.speculation = vec![0, 2];
+        },
+        narrow: |draws, of| keep_one(draws, &mut of.axes.speculation),
+    },
+    AxisCase {
+        name: "serving",
+        widen: |of| of.axes.serving = vec!["aggregated".into(), "disaggregated".into()],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.serving),
+    },
+    AxisCase {
+        name: "max_num_seqs",
+        widen: |of| of.axes.max_num_seqs = vec![64, 16],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.max_num_seqs),
+    },
+    AxisCase {
+        name: "max_num_batched_tokens",
+        widen: |of| of.axes.max_num_batched_tokens = vec![8192, 512],
+        narrow: |draws, of| keep_one(draws, &mut of.axes.max_num_batched_tokens),
+    },
+    AxisCase {
+        name: "policies",
+        widen: |of| {
+            of.axes.policies = vec!["round_robin".into(), "power_of_two".into(), "kv".into()];
+        },
+        narrow: |draws, of| keep_one(draws, &mut of.axes.policies),
+    },
+    AxisCase {
+        name: "prefill_weights",
+        widen: |of| {
+            with_kv(of);
+            of.axes.prefill_weights = vec![1.0, 4.0];
+        },
+        narrow: |draws, of| keep_one(draws, &mut of.axes.prefill_weights),
+    },
+    AxisCase {
+        name: "temperatures",
+        widen: |of| {
+            with_kv(of);
+            of.axes.temperatures = vec![0.0, 0.5];
+        },
+        narrow: |draws, of| keep_one(draws, &mut of.axes.temperatures),
+    },
+    AxisCase {
+        name: "max_gpus",
+        widen: |of| of.max_gpus = 12,
+        narrow: |_, of| of.max_gpus = 8,
+    },
+];
+
+/// Every axis alone, and every pair of axes.
+fn axes_and_pairs() -> Vec<Vec<&'static AxisCase>> {
+    let alone = AXIS_CASES.iter().map(|axis| vec![axis]);
+    let pairs = AXIS_CASES.iter().enumerate().flat_map(|(at, first)| {
+        AXIS_CASES[at + 1..]
+            .iter()
+            .map(move |second| vec![first, second])
+    });
+    alone.chain(pairs).collect()
 }
 
 /// The question for the shape of a row alone.
@@ -602,12 +829,19 @@ fn a_wider_search_is_never_dearer() {
             quick: true,
             ..question(seed, true, folder.path())
         };
-        if draws.chance(20) {
-            wide.axes.pipeline_parallel = vec![1, 2];
+        // Each case in turn, from one that is drawn.
+        let cases = axes_and_pairs();
+        let first = index(draw(self::seed(), 0), cases.len());
+        let case = &cases[(first + usize::try_from(n).unwrap()) % cases.len()];
+        for axis in case {
+            (axis.widen)(&mut wide);
         }
-        let Some((narrow, axis)) = narrower(&mut draws, &wide) else {
-            continue;
-        };
+        let mut narrow = wide.clone();
+        for axis in case {
+            (axis.narrow)(&mut draws, &mut narrow);
+        }
+        let names: Vec<&str> = case.iter().map(|axis| axis.name).collect();
+        let axis = names.join(" and of ");
         let (Some(wider), Some(narrower)) = (plan(&wide), plan(&narrow)) else {
             continue;
         };

@@ -109,7 +109,7 @@ pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest,
     let has_tools = |(name, of): &(String, Tree)| name == "tools" && *of != Tree::Array(Vec::new());
     if !chat.iter().any(has_tools) {
         let is_plain = |of: &Tree| matches!(of.as_text(), Some("auto" | "none"));
-        chat.retain(|(name, of)| name != "tool_choice" || !is_plain(of));
+        chat.retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
     }
     let mut messages: Vec<Tree> = messages.ok_or_else(|| missing("messages"))?;
     if let Some(system) = system {
@@ -184,7 +184,7 @@ fn block_text<'a>(path: &str, block: &'a Tree) -> Result<Option<&'a str>, ApiErr
 }
 
 /// The word under `name`, which is one of `words`; `None` if it is not set.
-fn word_of<'w>(
+pub(super) fn word_of<'w>(
     path: &str,
     value: &Json<'_>,
     name: &str,
@@ -224,7 +224,13 @@ fn output_schema(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError>
     };
     Ok(Some(object([
         ("type", Tree::Text("json_schema".into())),
-        ("json_schema", object([("schema", schema.into_tree())])),
+        (
+            "json_schema",
+            object([
+                ("name", Tree::Text("output".into())),
+                ("schema", schema.into_tree()),
+            ]),
+        ),
     ])))
 }
 
@@ -368,7 +374,12 @@ fn turn(
                         ));
                     }
                 };
-                let function = [("name", word("name")?), ("arguments", input)];
+                let mut arguments = String::new();
+                input.write(&mut arguments);
+                let function = [
+                    ("name", word("name")?),
+                    ("arguments", Tree::Text(arguments)),
+                ];
                 calls.push(object([
                     ("id", word("id")?),
                     ("type", Tree::Text("function".into())),

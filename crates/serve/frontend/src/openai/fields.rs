@@ -384,7 +384,7 @@ mod tests {
     /// A value of `name` that is not the default, and the other fields that it needs.
     fn sample(kind: CompletionApi, name: &str) -> Value {
         let tool = json!([{"type": "function", "function": {"name": "f"}}]);
-        let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "null"}}});
+        let schema = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}});
         let value = match name {
             "messages" => json!([{"role": "user", "content": "y"}]),
             "prompt" => json!([1, 2]),

@@ -75,8 +75,7 @@ impl Form {
 /// The fields of a form as they were sent.
 #[derive(Default)]
 pub(super) struct RawForm {
-    /// `None`: not sent. An empty list leaves the model nothing to choose: any `auto` is a text then.
-    tools: Option<Vec<Tool>>,
+    tools: Vec<Tool>,
     choice: Option<RawChoice>,
     parallel: Option<bool>,
     /// Each with the field that it came by.
@@ -109,7 +108,16 @@ impl RawForm {
     /// Notes a field that [`form_field`] knows.
     pub(super) fn take(&mut self, name: &'static str, value: Json<'_>) -> Result<(), ApiError> {
         match name {
-            "tools" => self.tools = Some(tools(name, value)?),
+            "tools" => {
+                let tools = tools(name, value)?;
+                if tools.is_empty() {
+                    return Err(ApiError::invalid(
+                        name,
+                        format!("`{name}` is empty; send at least one tool, or leave it out"),
+                    ));
+                }
+                self.tools = tools;
+            }
             "tool_choice" => self.choice = Some(choice(name, &value)?),
             "parallel_tool_calls" => self.parallel = Some(boolean(name, &value)?),
             "response_format" => {
@@ -157,13 +165,11 @@ impl RawForm {
                 format!("`{first}` and `{second}` both say what the answer looks like; send one"),
             ));
         }
-        let sent = self.tools.is_some();
-        let tools = self.tools.unwrap_or_default();
+        let tools = self.tools;
         let choice = match self.choice {
             _ if tools.is_empty() => match self.choice {
                 None | Some(RawChoice::None) => ToolChoice::None,
-                Some(RawChoice::Auto) if sent => ToolChoice::None,
-                Some(RawChoice::Required | RawChoice::Auto | RawChoice::Named(_)) => {
+                Some(_) => {
                     return Err(ApiError::invalid(
                         "tool_choice",
                         "`tool_choice` needs `tools`; send some, or leave it out",
@@ -365,9 +371,16 @@ fn response_format(path: &str, value: &Json<'_>) -> Result<TextForm, ApiError> {
             const AT: &str = "response_format.json_schema.schema";
             let found = value.member("json_schema").and_then(|s| s.member("schema"));
             match found {
-                None | Some(Json::Null) => Err(missing(AT)),
-                Some(found) => schema(AT, AT, found.clone()),
+                None | Some(Json::Null) => return Err(missing(AT)),
+                Some(_) => {}
             }
+            const NAME: &str = "response_format.json_schema.name";
+            match value.member("json_schema").and_then(|s| s.member("name")) {
+                None => return Err(missing(NAME)),
+                Some(Json::Text(_)) => {}
+                Some(other) => return Err(wrong_type(NAME, "a string", other)),
+            }
+            schema(AT, AT, found.cloned().unwrap_or(Json::Null))
         }
         other => Err(ApiError::unsupported(
             format!("{path}.type"),
@@ -495,6 +508,15 @@ fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     for (name, value) in members {
         match &*name {
             "function" => function = Some(value),
+            "type" if !matches!(&value, Json::Text(kind) if *kind == "function") => {
+                return Err(ApiError::invalid(
+                    format!("{path}.type"),
+                    format!("`{path}.type` must be `function`"),
+                ));
+            }
+            "id" if !value.is_text() => {
+                return Err(wrong_type(&format!("{path}.id"), "a string", &value));
+            }
             "id" | "type" => {
                 shown.retain(|(known, _)| *known != *name);
                 shown.push((name.into_owned(), value.into_tree()));
@@ -509,15 +531,21 @@ fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
         return Err(wrong_type(&at, "an object", &function));
     };
     let mut name = None;
-    let mut found = Tree::Object(Vec::new());
+    let mut found = None;
     for (part, value) in parts {
         match &*part {
             "name" => name = Some(text(&format!("{at}.name"), value)?.into_owned()),
-            "arguments" => found = arguments(value),
+            "arguments" => found = Some(arguments(&text(&format!("{at}.arguments"), value)?)),
             _ => {}
         }
     }
     let name = name.ok_or_else(|| missing(&format!("{at}.name")))?;
+    let found = found.ok_or_else(|| missing(&format!("{at}.arguments")))?;
+    for needed in ["id", "type"] {
+        if !shown.iter().any(|(name, _)| name == needed) {
+            return Err(missing(&format!("{path}.{needed}")));
+        }
+    }
     let function = Tree::Object(vec![
         ("arguments".into(), found),
         ("name".into(), Tree::Text(name)),
@@ -528,14 +556,10 @@ fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
     Ok(Tree::Object(shown))
 }
 
-/// The arguments of a call: the object, or the one in a text. Others count as `{}`, as in vLLM: a model's mistake in the
+/// The arguments of a call: the object in a text. Other texts count as `{}`, as in vLLM: a model's mistake in the
 /// history would end the conversation. Source: `_postprocess_messages` in `vllm/renderers/chat_utils/chat_message.py`.
-fn arguments(value: Json<'_>) -> Tree {
-    let tree = match value {
-        Json::Text(text) => Json::parse_python(&text, ARGUMENT_VALUES_MAX).map(Json::into_tree),
-        value => Ok(value.into_tree()),
-    };
-    match tree {
+fn arguments(text: &str) -> Tree {
+    match Json::parse_python(text, ARGUMENT_VALUES_MAX).map(Json::into_tree) {
         Ok(tree @ Tree::Object(_)) => tree,
         _ => Tree::Object(Vec::new()),
     }

@@ -711,11 +711,11 @@ fn logit_bias(path: &str, value: &Json<'_>) -> Result<(Vec<TokenId>, Vec<TokenId
 
 fn seed(path: &str, value: &Json<'_>) -> Result<u64, ApiError> {
     match &*value.as_whole() {
-        Json::Unsigned(n) => Ok(*n),
+        Json::Unsigned(n) if i64::try_from(*n).is_ok() => Ok(*n),
         Json::Negative(n) => Ok(n.cast_unsigned()),
-        Json::Real(_) | Json::Long(_) => Err(ApiError::invalid(
+        Json::Unsigned(_) | Json::Real(_) | Json::Long(_) => Err(ApiError::invalid(
             path,
-            format!("`{path}` must be a whole number from -2^63 to 2^64 - 1"),
+            format!("`{path}` must be a whole number from -2^63 to 2^63 - 1"),
         )),
         other => Err(wrong_type(path, "a whole number", other)),
     }
@@ -857,6 +857,16 @@ fn prompts<'a>(path: &str, value: Json<'a>) -> Result<Vec<PromptInput<'a>>, ApiE
             .collect::<Result<_, ApiError>>()?,
         other => return Err(wrong_type(path, WANTED, &other)),
     };
+    let is_text = |prompt: &PromptInput<'_>| matches!(prompt, PromptInput::Text(_));
+    if let Some(at) = prompts
+        .iter()
+        .position(|prompt| is_text(prompt) != is_text(&prompts[0]))
+    {
+        return Err(ApiError::invalid(
+            format!("{path}.{at}"),
+            format!("`{path}` mixes texts and lists of token ids; send them as two requests"),
+        ));
+    }
     if prompts.is_empty() {
         return Err(ApiError::invalid(
             path,

@@ -246,7 +246,7 @@ pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<Responses
         .iter()
         .any(|(name, of)| name == "tools" && *of != Tree::Array(Vec::new()))
     {
-        chat.retain(|(name, of)| name != "tool_choice" || !is_plain(of));
+        chat.retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
     }
     chat.push(("stream".into(), Tree::Bool(true)));
     let counts = object([("include_usage", Tree::Bool(true))]);
@@ -331,9 +331,13 @@ fn check_repeated(name: &str, value: &Json<'_>) -> Result<(), ApiError> {
         "reasoning" | "prompt_cache_options" if !matches!(value, Json::Object(_)) => {
             Err(wrong_type(name, "an object", value))
         }
+        "reasoning" => super::anthropic::word_of(name, value, "effort", &EFFORTS).map(|_| ()),
         _ => Ok(()),
     }
 }
+
+/// Values of `reasoning.effort`. Source: `Reasoning` of the package `openai`.
+const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
 
 /// Whether the response repeats the field.
 fn repeats(name: &str) -> bool {
@@ -595,7 +599,14 @@ fn text_format(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError> {
         "json_schema" => {
             let schema = format.member("schema").cloned();
             let schema = schema.ok_or_else(|| missing(&format!("{path}.schema")))?;
-            let schema = object([("schema", schema.into_tree())]);
+            let name = match format.member("name") {
+                None => return Err(missing(&format!("{path}.name"))),
+                Some(Json::Text(name)) => Tree::Text(name.clone().into_owned()),
+                Some(other) => {
+                    return Err(wrong_type(&format!("{path}.name"), "a string", other));
+                }
+            };
+            let schema = object([("name", name), ("schema", schema.into_tree())]);
             Ok(Some(object([("type", word), ("json_schema", schema)])))
         }
         other => Err(ApiError::unsupported(
@@ -1293,6 +1304,14 @@ mod tests {
             (
                 json!({"input": "x", "tool_choice": {"type": "mcp"}}),
                 "tool_choice.type",
+            ),
+            (
+                json!({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}),
+                "text.format.name",
+            ),
+            (
+                json!({"input": "x", "reasoning": {"effort": "most"}}),
+                "reasoning.effort",
             ),
             (json!({"input": "x", "truncation": "auto"}), "truncation"),
             (json!({"input": "x", "background": true}), "background"),

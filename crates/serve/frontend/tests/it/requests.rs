@@ -142,7 +142,7 @@ fn what_vllm_takes_is_taken() {
     ]);
     let fields = json!({
         "messages": [{"role": "user", "content": parts}, {"role": "user"}],
-        "tools": [], "tool_choice": "auto", "user": "", "request_id": "",
+        "user": "", "request_id": "",
     });
     let body = body(Chat, fields);
     let marked = format!("\u{feff}{body}");
@@ -303,7 +303,6 @@ fn prompts_come_as_text_as_tokens_and_in_batches() {
         [json!([1, 2, 4_294_967_295_u32])]
     );
     assert_eq!(prompts(json!([[1, 2], [3]])), [json!([1, 2]), json!([3])]);
-    assert_eq!(prompts(json!(["a", [3]])), [json!("a"), json!([3])]);
 }
 
 #[test]
@@ -432,7 +431,12 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
                 "stop_token_ids",
                 "an array of token ids",
             ),
-            (json!({"seed": 1.5}), "seed", "2^64 - 1"),
+            (json!({"seed": 1.5}), "seed", "2^63 - 1"),
+            (
+                json!({"seed": 9_223_372_036_854_775_808_u64}),
+                "seed",
+                "2^63 - 1",
+            ),
             (
                 json!({"stream_options": {"include_usage": true}}),
                 "stream_options",
@@ -526,6 +530,42 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "messages.1.tool_calls.0.function.name",
             "is missing",
         ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}]}]}),
+            "messages.0.tool_calls.0.function.arguments",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}]}),
+            "messages.0.tool_calls.0.function.arguments",
+            "must be a string",
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": ""}}]}]}),
+            "messages.0.tool_calls.0.id",
+            "is missing",
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}]}),
+            "messages.0.tool_calls.0.type",
+            "is missing",
+        ),
+        (json!({"tools": []}), "tools", "is empty"),
+        (
+            json!({"tools": [], "tool_choice": "none"}),
+            "tools",
+            "is empty",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
+            "response_format.json_schema.name",
+            "is missing",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}}),
+            "response_format.json_schema.name",
+            "must be a string",
+        ),
         (json!({"logprobs": 2}), "logprobs", "true or false"),
         (
             json!({"top_logprobs": 2}),
@@ -550,7 +590,7 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
         (
             json!({
                 "continue_final_message": true, "add_generation_prompt": false,
-                "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+                "messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]}],
             }),
             "continue_final_message",
             "calls tools",
@@ -634,6 +674,12 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "must be a whole number, not a string",
         ),
         (json!({"prompt": [null]}), "prompt.0", "not null"),
+        (
+            json!({"prompt": ["a", "b", [3]]}),
+            "prompt.2",
+            "mixes texts and lists",
+        ),
+        (json!({"prompt": [[3], "a"]}), "prompt.1", "mixes texts"),
         (
             json!({"prompt": vec!["a"; 20], "n": 100}),
             "prompt",

@@ -51,7 +51,6 @@ fn tools_and_choices_are_understood() {
     assert_eq!(single.tools[1].name, "b");
     // Requests without a form cost nothing.
     for idle in [
-        json!({"tools": []}),
         json!({"tools": null, "tool_choice": "none"}),
         json!({"response_format": {"type": "text"}}),
     ] {
@@ -218,7 +217,7 @@ fn calls_in_the_history_are_rendered_with_their_arguments() {
         .unwrap();
     assert_eq!(ours, theirs);
     // Arguments that are no object count as none, and other members are not shown, as in vLLM.
-    for arguments in [json!("["), json!("[]"), json!(7), json!(null)] {
+    for arguments in ["[", "[]", "7", "null"] {
         let body = json!({"messages": [{"role": "assistant", "tool_calls": [
             {"type": "function", "index": 0, "function": {"name": "f", "arguments": arguments}, "id": "c"}]}]})
         .to_string();
@@ -305,7 +304,7 @@ fn messages_of_anthropic_become_a_chat() {
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "wait", "reasoning": "hm", "tool_calls": [
-                {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
+                {"id": "t1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
             {"role": "tool", "tool_call_id": "t1", "content": "one\ntwo"},
             {"role": "user", "content": "and now?"},
         ])

@@ -18,7 +18,10 @@ fn parser(axis: &'static Axis) -> ValueParser {
     match axis.domain {
         Domain::Names(names) => named(names),
         Domain::Switches([off, on]) => named(&[("off", off), ("on", on)]),
-        _ => ValueParser::from(move |text: &str| axis.check_text(text).map(|()| text.to_owned())),
+        _ => ValueParser::from(move |text: &str| {
+            let text = text.trim();
+            axis.check_text(text).map(|()| text.to_owned())
+        }),
     }
 }
 

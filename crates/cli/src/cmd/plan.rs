@@ -35,6 +35,7 @@ pub(crate) struct Args {
         long,
         value_name = "FACTORS",
         value_delimiter = ',',
+        value_parser = factor,
         default_value = "1",
         help_heading = "Question"
     )]
@@ -95,6 +96,13 @@ pub(crate) struct Args {
     /// Show no progress
     #[arg(long, help_heading = "Output")]
     quiet: bool,
+}
+
+fn factor(text: &str) -> Result<f64, String> {
+    let number = text.trim().parse();
+    number.map_err(|_| {
+        format!("`{text}` is not a number; write factors with commas between them: 0.5,1,2")
+    })
 }
 
 /// Searches, and prints the answer of each load.

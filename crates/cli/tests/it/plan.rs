@@ -567,6 +567,24 @@ fn wrong_questions_say_what_is_missing() {
         (&["--rate=3", "--slo=ttft=1s", "--attain=99"], "write 99%"),
         (&["--rate=3", "--slo=ttft=1s", "--load=0"], "--load has 0"),
         (
+            &["--rate=3", "--slo=ttft=1s", "--load=1,2,1.0"],
+            "--load has 1 twice",
+        ),
+        (&["--rate=3", "--slo=ttft=1s", "--load=1,"], "--load"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--gpus=l4,h100-sxm,l4"],
+            "--gpus has l4 twice; keep one",
+        ),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--gpus=l4", "--gpus=l4"],
+            "--gpus has l4 twice; keep one",
+        ),
+        (&["--rate=3", "--slo=ttft=1s", "--gpus=l4,"], "--gpus"),
+        (
+            &["--rate=3", "--slo=ttft=1s", "--policies=kv,,random"],
+            "leave out the comma",
+        ),
+        (
             &["--rate=3", "--slo=ttft=1s", "--set=engine.max_num_seqs=4"],
             "--max-num-seqs",
         ),

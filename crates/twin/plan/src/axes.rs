@@ -114,6 +114,9 @@ impl Axis {
     /// # Errors
     /// A message with the values that the axis can have.
     pub fn check_text(&self, text: &str) -> Result<(), String> {
+        if text.trim().is_empty() {
+            return Err(EMPTY.to_owned());
+        }
         (self.parse)(&mut Axes::default(), &[text.to_owned()])?;
         match self.domain {
             Domain::Counts(least, most) => match text.parse::<u32>() {
@@ -152,6 +155,9 @@ impl Axis {
                     "--{flag} has {value}, but must be 0 to 1,000,000{unit}"
                 ))
             }
+            (Domain::Words(_) | Domain::Names(_), Value::Word(word)) if word.trim().is_empty() => {
+                Err(format!("--{flag}: {EMPTY}"))
+            }
             (Domain::Words(check), Value::Word(word)) => {
                 check(word).map_err(|error| format!("--{flag}: {error}"))
             }
@@ -179,6 +185,9 @@ impl Axis {
         }
     }
 }
+
+/// The fault of a list such as `a,,b`.
+const EMPTY: &str = "a value is empty; leave out the comma that is too many";
 
 /// A type of values.
 trait Element: Sized {
@@ -259,11 +268,6 @@ macro_rules! axes {
         impl Axes {
             /// No value on any axis.
             const NONE: Axes = Axes { $($name: Vec::new(),)+ };
-
-            /// The values without repetitions, in their order.
-            fn unique(&self) -> Axes {
-                Axes { $($name: unique(&self.$name),)+ }
-            }
         }
     };
 }
@@ -448,17 +452,21 @@ impl Axes {
         (axis.parse)(self, texts)
     }
 
-    /// The values without repetitions, each of them checked.
+    /// Checks each value, and that none is there twice.
     ///
     /// # Errors
     /// A message that names the flag.
-    pub fn checked(&self) -> Result<Axes, String> {
+    pub fn check(&self) -> Result<(), String> {
         for axis in AXES {
             let values = (axis.values)(self);
             if values.is_empty() && !axis.default.is_empty() {
                 return Err(format!("--{} has no value", axis.flag()));
             }
             values.iter().try_for_each(|value| axis.check(value))?;
+            if let Some(value) = repeated(&values) {
+                let (flag, value) = (axis.flag(), axis.shown(value));
+                return Err(format!("--{flag} has {value} twice; keep one"));
+            }
         }
         let weighed = [
             ("prefill-weights", &self.prefill_weights),
@@ -471,8 +479,7 @@ impl Axes {
                 ));
             }
         }
-        self.check_tokens_per_step()?;
-        Ok(self.unique())
+        self.check_tokens_per_step()
     }
 
     /// Checks that a step has room for a token of every sequence, as vLLM requires, in some combination of the values.
@@ -539,15 +546,14 @@ impl Axes {
     }
 }
 
-/// The values without repetitions, in their order.
-fn unique<T: Clone + PartialEq>(values: &[T]) -> Vec<T> {
-    let mut unique: Vec<T> = Vec::with_capacity(values.len());
-    for value in values {
-        if !unique.contains(value) {
-            unique.push(value.clone());
-        }
-    }
-    unique
+/// The first value that is equal to one before it.
+pub fn repeated<T: PartialEq>(values: &[T]) -> Option<&T> {
+    let is_repeated = |(at, value): &(usize, &T)| values[..*at].contains(value);
+    values
+        .iter()
+        .enumerate()
+        .find(is_repeated)
+        .map(|(_, value)| value)
 }
 
 /// The assignments `KEY=VALUE` of a configuration, without its pools.

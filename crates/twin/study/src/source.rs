@@ -505,12 +505,23 @@ impl PriceSource {
         };
         let mut seen = Vec::new();
         for price in &self.prices {
-            let name = price.split('=').next().unwrap_or_default().trim();
+            let (name, value) = price.split_once('=').unwrap_or((price, ""));
+            let (name, value) = (name.trim(), value.trim());
+            let number = value.parse::<f64>().ok().filter(|_| !name.is_empty());
+            let number = number.with_context(|| {
+                format!(
+                    "--price {price}: not GPU=PRICE with one GPU and a number, such as h100-sxm=2.5"
+                )
+            })?;
             if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == name) {
                 bail!("--price has `{name}` twice: {first} and {price}; keep one");
             }
             seen.push((name, price));
-            doc.set(&format!("prices.{price}"));
+            doc.set_by_flag(
+                &format!("--price {price}"),
+                &format!("prices.{name}"),
+                &format!("{number:?}"),
+            );
         }
         Ok(Prices::read(doc, own)?)
     }
@@ -694,6 +705,41 @@ mod tests {
             error.contains("`h100-sxm` twice: h100-sxm=2 and h100-sxm =3"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_price_is_of_one_gpu_and_a_number() {
+        for wrong in [
+            "",
+            "=2",
+            " = 2",
+            "h100-sxm",
+            "h100-sxm=",
+            "h100-sxm=x",
+            "h100-sxm=1,l40s=2",
+            "h100-sxm=1,",
+            ",h100-sxm=1",
+            "h100=1",
+            "h100-sxm=-1",
+            "h100-sxm=nan",
+            "h100-sxm=inf",
+            "a.b=1",
+            "h100-sxm=1=2",
+        ] {
+            let source = PriceSource {
+                prices: vec![wrong.to_owned()],
+                ..PriceSource::default()
+            };
+            let error = source.read(&[]).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("--price {wrong}: ")), "{error}");
+        }
+        let source = PriceSource {
+            prices: vec![" h100-sxm = 2e0 ".to_owned(), "kwh=.5".to_owned()],
+            ..PriceSource::default()
+        };
+        let prices = source.read(&[]).unwrap();
+        assert_eq!(prices.gpu_hour["h100-sxm"], 2.0);
+        assert_eq!(prices.kwh, Some(0.5));
     }
 
     #[test]

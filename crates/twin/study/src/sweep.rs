@@ -3,13 +3,14 @@
 //! A [`Sweep`] is checked as a whole before the first run. Its configurations then run in any order, on any
 //! number of threads or processes ([`Sweep::rows`] of any range), and [`Sweep::finish`] compares the rows.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 use slipstream_base::width;
 use slipstream_config::cluster::Cluster;
@@ -55,18 +56,24 @@ impl Axis {
                     !key.trim().is_empty() && !values.is_empty(),
                     "`{key}` lacks a key or a value"
                 );
-                let mut each: Vec<String> = Vec::with_capacity(values.len());
-                for value in values {
-                    if !each.contains(value) {
-                        each.push(value.clone());
-                    }
-                }
                 Ok(Vary {
                     key: key.trim().to_owned(),
-                    values: each,
+                    values: values.clone(),
                 })
             }
         }
+    }
+}
+
+/// A value in the form that equal numbers share.
+fn as_number(value: &str) -> String {
+    let value = value.trim();
+    match value.parse::<f64>() {
+        // Whole numbers have all their digits in a text.
+        Ok(number) if value.parse::<i128>().is_err() && number.is_finite() => number.to_string(),
+        Ok(_) | Err(_) => value
+            .parse::<i128>()
+            .map_or_else(|_| value.to_owned(), |n| n.to_string()),
     }
 }
 
@@ -273,6 +280,17 @@ impl Question {
                 "--vary has `{}` twice; list all of its values in one",
                 each.key
             );
+            let mut seen = HashMap::with_capacity(each.values.len());
+            for value in &each.values {
+                if let Some(first) = seen.insert(as_number(value), value) {
+                    let both = if first == value {
+                        format!("{value} twice")
+                    } else {
+                        format!("{first} and {value}, which are equal")
+                    };
+                    bail!("--vary: `{}` has {both}; keep one", each.key);
+                }
+            }
         }
         let runs: f64 = vary.iter().map(|vary| vary.values.len() as f64).product();
         ensure!(

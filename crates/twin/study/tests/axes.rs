@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use slipstream_study::Control;
-use slipstream_study::plan::{Axes, Question};
+use slipstream_study::plan::{AXES, Axes, Domain, Question};
 use slipstream_study::source::WorkloadSource;
 
 const WORKLOAD: &str =
@@ -55,6 +55,47 @@ fn steps_without_room_for_a_token_of_each_sequence_are_refused() {
     // One combination is enough.
     assert!(of(&[1024, 64], &[2, 64]).prepare().is_ok());
     assert!(of(&[1], &[1]).prepare().is_ok());
+}
+
+/// A value of each axis, and another way to write it.
+fn sample(axis: &slipstream_study::plan::Axis) -> [String; 2] {
+    let word = match (axis.domain, axis.name) {
+        (Domain::Counts(least, _), _) => return [least.to_string(), format!("0{least}")],
+        (Domain::Numbers(_), _) => return ["1.5".into(), "15e-1".into()],
+        (Domain::Switches(_), _) => "on",
+        (Domain::Names(names), _) => names[0].0,
+        (Domain::Words(_), "gpus") => "l4",
+        (Domain::Words(_), "policies") => "kv",
+        (Domain::Words(_), _) => "fp8",
+    };
+    [word.into(), word.into()]
+}
+
+#[test]
+fn a_value_that_is_there_twice_is_refused_on_every_axis() {
+    for axis in AXES {
+        let [one, same] = sample(axis);
+        let mut axes = tiny().axes;
+        axes.set(axis, &[one.clone(), same.clone()]).unwrap();
+        let said = error(&Question { axes, ..tiny() });
+        let flag = format!("--{} has ", axis.flag());
+        assert!(said.starts_with(&flag) && said.contains("twice"), "{said}");
+        for empty in ["", " "] {
+            assert!(axis.check_text(empty).is_err(), "{}: {empty:?}", axis.name);
+        }
+        axis.check_text(&one).unwrap();
+        if let Domain::Words(_) | Domain::Names(_) = axis.domain {
+            let mut axes = tiny().axes;
+            axes.set(axis, &[one, String::new()]).unwrap();
+            let said = error(&Question { axes, ..tiny() });
+            assert!(
+                said.starts_with(&format!("--{}: a value is empty", axis.flag())),
+                "{said}"
+            );
+        }
+    }
+    let load = vec![1.0, 0.5, 1.0];
+    assert!(error(&Question { load, ..tiny() }).contains("--load has 1 twice"));
 }
 
 /// Zero to three values: the ends of a range, beyond them, repeated, in any order.

@@ -25,10 +25,16 @@ impl FromStr for Vary {
             .split_once('=')
             .ok_or_else(|| format!("`{text}` has no `=`; {form}"))?;
         let mut all = Vec::new();
+        // Values that are listed; ranges may overlap.
+        let mut listed = HashSet::new();
         for part in values.split(',') {
             let ends: Vec<&str> = part.split("..").collect();
             let [first, last, ref step @ ..] = ends[..] else {
-                all.push(part.trim().to_owned());
+                let value = part.trim();
+                if !listed.insert(value) {
+                    return Err(format!("`{key}` has {value} twice; keep one"));
+                }
+                all.push(value.to_owned());
                 continue;
             };
             let whole = |text: &str| {
@@ -56,7 +62,6 @@ impl FromStr for Vary {
         if key.trim().is_empty() || all.iter().any(String::is_empty) {
             return Err(format!("`{text}` lacks a key or a value; {form}"));
         }
-        // Ranges may overlap; a duplicate configuration would only cost time.
         let mut seen = HashSet::new();
         all.retain(|value| seen.insert(value.clone()));
         Ok(Vary {
@@ -172,13 +177,17 @@ mod tests {
         assert_eq!(values("a=2..5"), ["2", "3", "4", "5"]);
         assert_eq!(values("a=1,4..16..4"), ["1", "4", "8", "12", "16"]);
         assert_eq!(values("a=0.5,1.5"), ["0.5", "1.5"]);
-        assert_eq!(values("a=2,2,2"), ["2"]);
         assert_eq!(values("a=3..5,2,4..6"), ["3", "4", "5", "2", "6"]);
         for bad in [
             "a",
             "a=",
             "=1",
             "a=1,,2",
+            "a=1,2,",
+            "a=,1",
+            "a=1, ,2",
+            "a=2,3,2",
+            "a=kv, kv",
             "a=5..2",
             "a=1..9..0",
             "a=x..y",
@@ -187,6 +196,24 @@ mod tests {
         ] {
             let error = bad.parse::<Vary>().unwrap_err();
             assert!(error.contains('`'), "{bad}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_list_has_each_of_its_values_once(
+            values in prop::collection::vec("(|1|2|kv|a b|\\.5)", 1..5),
+            pads in prop::collection::vec("[ \t]{0,2}", 8),
+        ) {
+            let padded = values.iter().zip(pads.chunks(2));
+            let list: Vec<String> = padded.map(|(value, pad)| [&pad[0], &**value, &pad[1]].concat()).collect();
+            let read = format!("a.b={}", list.join(",")).parse::<Vary>();
+            let unique: HashSet<&String> = values.iter().collect();
+            if unique.len() == values.len() && values.iter().all(|value| !value.is_empty()) {
+                prop_assert_eq!(read.unwrap().values, values);
+            } else {
+                prop_assert!(read.unwrap_err().contains("`a.b"));
+            }
         }
     }
 

@@ -287,6 +287,11 @@ impl Doc {
         }
     }
 
+    /// As [`set`](Self::set), for a flag of its own: errors name `flag`, such as `--price l4=2`.
+    pub fn set_by_flag(&mut self, flag: &str, key: &str, value: &str) {
+        self.overlay(key, value, &Origin::Flag(flag.to_owned()));
+    }
+
     /// Drops a key, such as `pool` or `engine.timing`, with everything below it. Returns whether it was there.
     pub fn remove(&mut self, key: &str) -> bool {
         let (tables, last) = key.rsplit_once('.').unwrap_or(("", key));

@@ -22,6 +22,7 @@ use slipstream_config::doc::suggestion;
 use slipstream_config::preset;
 use slipstream_config::prices::Prices;
 use slipstream_config::workload_file::{Content, Workload};
+use slipstream_plan::axes::repeated;
 use slipstream_plan::bound::Ideal;
 use slipstream_plan::confidence::{Share, StepError};
 use slipstream_plan::search::NearMiss;
@@ -126,6 +127,10 @@ impl Args {
                 "--load has {load}, but factors must be 0.001 to 1,000"
             );
         }
+        if let Some(load) = repeated(&question.load) {
+            bail!("--load has {load} twice; keep one");
+        }
+        question.axes.check().map_err(anyhow::Error::msg)?;
         ensure!(
             (1..=65_536).contains(&question.max_gpus),
             "--max-gpus has {}, but must be 1 to 65536",
@@ -140,7 +145,7 @@ impl Args {
             attain: question.attain,
             load: question.load.clone(),
             headroom: question.headroom,
-            axes: question.axes.checked().map_err(anyhow::Error::msg)?,
+            axes: question.axes.clone(),
             max_gpus: question.max_gpus,
             seeds: question.seeds,
             quick: question.quick,

@@ -303,7 +303,16 @@ FIELDS: dict[str, dict[str, Draw]] = {
         "truncation": choose(["disabled", None, "x", 1]),
         "service_tier": choose(["auto", "default", None, "x", 1]),
         "reasoning": choose(
-            [{}, {"effort": "low"}, {"effort": None}, None, [], "x", {"effort": 1}]
+            [
+                {},
+                {"effort": "low"},
+                {"effort": "most"},
+                {"effort": None},
+                None,
+                [],
+                "x",
+                {"effort": 1},
+            ]
         ),
         "user": choose(TEXTS),
         "min_p": choose(REALS),

@@ -80,6 +80,9 @@ class Reader:
         plain.pop("max_completion_tokens", None)
         if limit is not None:
             plain["max_tokens"] = limit
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         plain["messages"] = messages
         if request.continue_final_message and request.add_generation_prompt:
             raise RefusedError("continue_final_message with add_generation_prompt")
@@ -143,6 +146,9 @@ class Reader:
                     if v is not None and v is not False and k[0] != "_"
                 }
             plain[name] = value
+        # An empty one is none, also without a stream.
+        if not request.stream:
+            plain.pop("stream_options", None)
         # -1 draws a seed (`SamplingParams.__post_init__`).
         plain.pop("seed", None)
         if self.seed is not None:

@@ -346,6 +346,16 @@ fn choice(path: &str, value: &Json<'_>) -> Result<RawChoice, ApiError> {
             )),
         },
         Json::Object(_) => {
+            match value.member("type") {
+                None | Some(Json::Null) => {}
+                Some(Json::Text(kind)) if kind == "function" => {}
+                Some(_) => {
+                    return Err(ApiError::invalid(
+                        format!("{path}.type"),
+                        format!("`{path}.type` must be `function`"),
+                    ));
+                }
+            }
             let function = value.member("function");
             match function.and_then(|f| f.member("name")) {
                 Some(Json::Text(name)) => Ok(RawChoice::Named(name.clone().into_owned())),
@@ -364,23 +374,19 @@ fn response_format(path: &str, value: &Json<'_>) -> Result<TextForm, ApiError> {
         Some(Json::Text(kind)) => kind.clone().into_owned(),
         _ => return Err(missing(&format!("{path}.type"))),
     };
+    let described = value.member("json_schema").filter(|of| **of != Json::Null);
+    if let Some(described) = described {
+        check_description("response_format.json_schema", described)?;
+    }
     match kind.as_str() {
         "text" => Ok(TextForm::Free),
         "json_object" => Ok(TextForm::JsonObject),
         "json_schema" => {
             const AT: &str = "response_format.json_schema.schema";
-            let found = value.member("json_schema").and_then(|s| s.member("schema"));
-            match found {
-                None | Some(Json::Null) => return Err(missing(AT)),
-                Some(_) => {}
+            match described.and_then(|of| of.member("schema")) {
+                None | Some(Json::Null) => Err(missing(AT)),
+                Some(found) => schema(AT, AT, found.clone()),
             }
-            const NAME: &str = "response_format.json_schema.name";
-            match value.member("json_schema").and_then(|s| s.member("name")) {
-                None => return Err(missing(NAME)),
-                Some(Json::Text(_)) => {}
-                Some(other) => return Err(wrong_type(NAME, "a string", other)),
-            }
-            schema(AT, AT, found.cloned().unwrap_or(Json::Null))
         }
         other => Err(ApiError::unsupported(
             format!("{path}.type"),
@@ -389,6 +395,33 @@ fn response_format(path: &str, value: &Json<'_>) -> Result<TextForm, ApiError> {
                 super::error::clip(other)
             ),
         )),
+    }
+}
+
+/// Checks what stands beside the schema of a form. Source: `JsonSchemaResponseFormat` in
+/// `vllm/entrypoints/generate/base/protocol.py`.
+fn check_description(path: &str, value: &Json<'_>) -> Result<(), ApiError> {
+    if !matches!(value, Json::Object(_)) {
+        return Err(wrong_type(path, "an object", value));
+    }
+    match value.member("name") {
+        None => return Err(missing(&format!("{path}.name"))),
+        Some(Json::Text(_)) => {}
+        Some(other) => return Err(wrong_type(&format!("{path}.name"), "a string", other)),
+    }
+    match value.member("description") {
+        None | Some(Json::Null | Json::Text(_)) => {}
+        Some(other) => {
+            return Err(wrong_type(
+                &format!("{path}.description"),
+                "a string",
+                other,
+            ));
+        }
+    }
+    match value.member("strict") {
+        None | Some(Json::Null) => Ok(()),
+        Some(strict) => boolean(&format!("{path}.strict"), strict).map(|_| ()),
     }
 }
 

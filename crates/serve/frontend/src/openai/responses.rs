@@ -585,6 +585,7 @@ fn text_format(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError> {
     let Json::Object(_) = value else {
         return Err(wrong_type(path, "an object", value));
     };
+    super::anthropic::word_of(path, value, "verbosity", &["low", "medium", "high"])?;
     let path = format!("{path}.format");
     let Some(format) = value.member("format").filter(|f| **f != Json::Null) else {
         return Ok(None);
@@ -599,14 +600,15 @@ fn text_format(path: &str, value: &Json<'_>) -> Result<Option<Tree>, ApiError> {
         "json_schema" => {
             let schema = format.member("schema").cloned();
             let schema = schema.ok_or_else(|| missing(&format!("{path}.schema")))?;
-            let name = match format.member("name") {
-                None => return Err(missing(&format!("{path}.name"))),
-                Some(Json::Text(name)) => Tree::Text(name.clone().into_owned()),
-                Some(other) => {
-                    return Err(wrong_type(&format!("{path}.name"), "a string", other));
-                }
-            };
-            let schema = object([("name", name), ("schema", schema.into_tree())]);
+            if format.member("name").is_none() {
+                return Err(missing(&format!("{path}.name")));
+            }
+            let mut described = vec![("schema".to_owned(), schema.into_tree())];
+            for name in ["name", "description", "strict"] {
+                let value = format.member(name).cloned();
+                described.extend(value.map(|value| (name.to_owned(), value.into_tree())));
+            }
+            let schema = Tree::Object(described);
             Ok(Some(object([("type", word), ("json_schema", schema)])))
         }
         other => Err(ApiError::unsupported(
@@ -1310,8 +1312,16 @@ mod tests {
                 "text.format.name",
             ),
             (
+                json!({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": [true]}}}),
+                "text.format.strict",
+            ),
+            (
                 json!({"input": "x", "reasoning": {"effort": "most"}}),
                 "reasoning.effort",
+            ),
+            (
+                json!({"input": "x", "text": {"verbosity": "much"}}),
+                "text.verbosity",
             ),
             (json!({"input": "x", "truncation": "auto"}), "truncation"),
             (json!({"input": "x", "background": true}), "background"),

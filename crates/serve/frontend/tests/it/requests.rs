@@ -557,6 +557,14 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
             "is empty",
         ),
         (
+            json!({
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": {"type": "tool", "function": {"name": "f"}},
+            }),
+            "tool_choice.type",
+            "must be `function`",
+        ),
+        (
             json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
             "response_format.json_schema.name",
             "is missing",
@@ -564,6 +572,16 @@ fn wrong_values_are_refused_with_the_field_and_the_remedy() {
         (
             json!({"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}}),
             "response_format.json_schema.name",
+            "must be a string",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": 2}}}),
+            "response_format.json_schema.strict",
+            "true or false",
+        ),
+        (
+            json!({"response_format": {"type": "text", "json_schema": {"name": "n", "description": ["x"]}}}),
+            "response_format.json_schema.description",
             "must be a string",
         ),
         (json!({"logprobs": 2}), "logprobs", "true or false"),

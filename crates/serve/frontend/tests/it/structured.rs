@@ -115,7 +115,7 @@ fn forms_that_make_no_sense_are_refused_with_the_field() {
             "json_schema",
         ),
         (
-            json!({"response_format": {"type": "json_schema", "json_schema": {}}}),
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}),
             "response_format.json_schema.schema",
             "missing",
         ),

@@ -136,7 +136,7 @@ def test_numbers_are_pythons(binary):
     draw = random.Random(SEED)
     numbers = ["-0", "-0.0", "1.0", "1.10", "1e2", "5e-324", "100000000000000000000.0"]
     numbers += ["18446744073709551615", "18446744073709551616", "-9223372036854775809"]
-    numbers += ["1e400", "-1E400"]
+    numbers += ["1e400", "-1E400", "9" * 309, "-1" + "0" * 400, "7" * 4300]
     for _ in range(CASES):
         number = draw.randrange(1, 10 ** draw.randrange(1, 60))
         numbers.append(f"{draw.choice(['', '-'])}{number}")

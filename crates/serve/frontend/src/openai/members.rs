@@ -10,7 +10,7 @@ use slipstream_structured::Tree;
 
 use super::ApiError;
 use super::literals::Quoted;
-use super::value::{Bounds, Json, JsonSeed, KeySeed, VALUES_MAX};
+use super::value::{Bounds, Json, JsonSeed, KeySeed, VALUES_MAX, is_too_large};
 
 /// Reads `body` as a JSON object and gives `take` each member whose name is `known`; the others
 /// are skipped without being built.
@@ -70,7 +70,7 @@ pub(super) fn read_members<'a>(
         body: &'a str,
         bounds: &Bounds<'_>,
         known: &K,
-    ) -> Result<Vec<(Cow<'a, str>, Json<'a>)>, ApiError> {
+    ) -> Result<Vec<(Cow<'a, str>, Json<'a>)>, serde_json::Error> {
         let mut all = Vec::new();
         let mut json = serde_json::Deserializer::from_str(body);
         let members = Members {
@@ -78,27 +78,31 @@ pub(super) fn read_members<'a>(
             known,
             take: |name, value| all.push((name, value)),
         };
-        let read = members.deserialize(&mut json).and_then(|()| json.end());
-        read.map_err(|error| {
-            ApiError::bad_body(if error.is_data() {
-                format!("the body is not a request: {error}")
-            } else {
-                format!("the body is not valid JSON: {error}")
-            })
-        })?;
+        members.deserialize(&mut json)?;
+        json.end()?;
         Ok(all)
     }
+    let bad_body = |error: serde_json::Error| {
+        ApiError::bad_body(if error.is_data() {
+            format!("the body is not a request: {error}")
+        } else {
+            format!("the body is not valid JSON: {error}")
+        })
+    };
     // So that a broken body and a wrong field differ: the JSON is read to its end first.
     let bounds = Bounds::new(VALUES_MAX);
-    let members = all(body, &bounds, &known)?;
-    if !bounds.loses.get() {
-        return members
-            .into_iter()
-            .try_for_each(|(name, value)| take(&name, value));
+    match all(body, &bounds, &known) {
+        Ok(members) if !bounds.loses.get() => {
+            return members
+                .into_iter()
+                .try_for_each(|(name, value)| take(&name, value));
+        }
+        Err(error) if !is_too_large(&error) => return Err(bad_body(error)),
+        Ok(_) | Err(_) => {}
     }
-    drop(members);
     let quoted = Quoted::new(body, false);
-    let members = all(&quoted.text, &Bounds::quoted(VALUES_MAX, &quoted), &known)?;
+    let members =
+        all(&quoted.text, &Bounds::quoted(VALUES_MAX, &quoted), &known).map_err(bad_body)?;
     members
         .into_iter()
         .try_for_each(|(name, value)| take(&name, value.owned()))

@@ -172,12 +172,11 @@ impl<'a> Json<'a> {
     /// Parses `text`, which may have `values` values at most.
     pub(super) fn parse(text: &'a str, values: u32) -> Result<Json<'a>, serde_json::Error> {
         let bounds = Bounds::new(values);
-        let value = Json::of_text(text, &bounds)?;
-        if bounds.loses.get() {
-            drop(value);
-            return Json::parse_quoted(&Quoted::new(text, false), values);
+        match Json::of_text(text, &bounds) {
+            Ok(value) if !bounds.loses.get() => Ok(value),
+            Err(error) if !is_too_large(&error) => Err(error),
+            Ok(_) | Err(_) => Json::parse_quoted(&Quoted::new(text, false), values),
         }
-        Ok(value)
     }
 
     /// Parses `text` as Python's `json` does: with `NaN`, `Infinity`, and floats that are too large.
@@ -247,6 +246,14 @@ impl<'a> Json<'a> {
         }
     }
 }
+
+/// Whether the parser met a number beyond its floats, which may be an integer of many digits.
+pub(super) fn is_too_large(error: &serde_json::Error) -> bool {
+    error.is_syntax() && error.to_string().starts_with("number out of range")
+}
+
+/// Digits of an integer at most. Source: `sys.get_int_max_str_digits` of Python, whose `json` reads bodies in vLLM.
+const DIGITS_MAX: usize = 4300;
 
 /// The members of the JSON object `text`, in order. `None` if it is another value.
 pub(crate) fn members(text: &str) -> Option<Vec<(String, Tree)>> {
@@ -415,11 +422,16 @@ impl<'de> Visitor<'de> for JsonSeed<'_> {
         }
         Ok(Json::Real(value))
     }
-    fn visit_borrowed_str<E>(self, value: &'de str) -> Result<Json<'de>, E> {
+    fn visit_borrowed_str<E: serde::de::Error>(self, value: &'de str) -> Result<Json<'de>, E> {
         if let Some(quoted) = self.bounds.quoted
             && quoted.is_number(value)
             && let Some(number) = Number::of_literal(value)
         {
+            if value.trim_start_matches('-').len() > DIGITS_MAX {
+                return Err(E::custom(format_args!(
+                    "an integer has more than {DIGITS_MAX} digits"
+                )));
+            }
             return Ok(match (number.as_u64(), number.as_i64()) {
                 (Some(n), _) => Json::Unsigned(n),
                 (None, Some(n)) => Json::Negative(n),

@@ -130,6 +130,45 @@ fn values_are_converted_as_pydantic_does() {
     }
 }
 
+/// As Python's `json` reads them: integers of up to 4,300 digits.
+#[test]
+fn long_integers_are_read_as_far_as_python_reads_them() {
+    let body = |digits: &str| {
+        format!(
+            r#"{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{digits},"b":[-{digits}]}}}}"#
+        )
+    };
+    for len in [20, 309, 400, 4300] {
+        let digits = "9".repeat(len);
+        let body = body(&digits);
+        let Input::Chat {
+            template_kwargs, ..
+        } = parse(Chat, &body).unwrap().input
+        else {
+            panic!("a chat");
+        };
+        let shown: Vec<String> = template_kwargs
+            .iter()
+            .map(|(_, value)| String::from_utf8(value.to_json()).unwrap())
+            .collect();
+        assert_eq!(shown, [digits.clone(), format!("[-{digits}]")]);
+    }
+    for (wrong, part) in [
+        ("9".repeat(4301), "more than 4300 digits"),
+        (format!("0{}", "9".repeat(400)), "not valid JSON"),
+        ("1e400".into(), "out of range"),
+        (format!("{}x", "9".repeat(400)), "not valid JSON"),
+    ] {
+        let error = parse(Chat, &body(&wrong)).unwrap_err();
+        assert!(error.message.contains(part), "{}", error.message);
+    }
+    let long = format!(r#"{{"prompt":"x","seed":{}}}"#, "9".repeat(400));
+    assert_eq!(
+        parse(Completion, &long).unwrap_err().param.as_deref(),
+        Some("seed")
+    );
+}
+
 #[test]
 fn what_vllm_takes_is_taken() {
     let parts = json!([

@@ -51,16 +51,20 @@ impl Tree {
         }
     }
 
-    /// The value as JSON.
+    /// The value as JSON without spaces.
     pub fn to_json(&self) -> Vec<u8> {
         let mut out = String::new();
-        self.write(&mut out);
+        self.write_with([",", ":"], &mut out);
         out.into_bytes()
     }
 
     /// Appends it as Python's `json.dumps` writes it: a space behind `,` and `:`. Templates and models write
     /// JSON in this way.
     pub fn write(&self, out: &mut String) {
+        self.write_with([", ", ": "], out);
+    }
+
+    fn write_with(&self, between: [&str; 2], out: &mut String) {
         match self {
             Tree::Null => out.push_str("null"),
             Tree::Bool(true) => out.push_str("true"),
@@ -71,9 +75,9 @@ impl Tree {
                 out.push('[');
                 for (at, element) in elements.iter().enumerate() {
                     if at > 0 {
-                        out.push_str(", ");
+                        out.push_str(between[0]);
                     }
-                    element.write(out);
+                    element.write_with(between, out);
                 }
                 out.push(']');
             }
@@ -81,11 +85,11 @@ impl Tree {
                 out.push('{');
                 for (at, (name, value)) in members.iter().enumerate() {
                     if at > 0 {
-                        out.push_str(", ");
+                        out.push_str(between[0]);
                     }
                     write_text(name, out);
-                    out.push_str(": ");
-                    value.write(out);
+                    out.push_str(between[1]);
+                    value.write_with(between, out);
                 }
                 out.push('}');
             }

@@ -82,7 +82,6 @@ OBJECTS = (
     "dict_keys(",
     "dict_values(",
     "dict_items(",
-    "range(",
     "<LoopContext",
     "<function",
     "<Cycler",
@@ -92,6 +91,7 @@ OBJECTS = (
 VARIABLES = {
     "s": "Hello, wörld!\n  two  words\t<b>'q'\"</b>",
     "t": "a,b,,c",
+    "form": "<%s|%s>",
     "e": "",
     "blank": "  \n x \t ",
     "n": 7,
@@ -108,7 +108,7 @@ VARIABLES = {
     "words": ["pear", "Apple", "fig", "apple"],
     "mixed": [1, "two", 3.0, None, True, [1, "x"], {"k": "v"}],
     "empty": [],
-    "d": {"b": 1, "a": "x", "items": [1, 2], "keys": None},
+    "d": {"form": "%5s%%%-4s;", "b": 1, "a": "x", "items": [1, 2], "keys": None},
     "rows": [
         {"name": "z", "n": 2, "tag": "A", "in": {"x": 1}},
         {"name": "y", "n": 1, "tag": "b", "in": {"x": 2}},
@@ -262,6 +262,11 @@ class Cases:
                     f"'{self.one('%.2f', '%8.3f', '%e', '%g', '%s', '%d')}' % ({self.number(d)})"
                 ),
                 lambda d: f"'%s: %s' % ({a(d)}, {self.any(d)})",
+                lambda d: (
+                    f"({self.one('form', 'd.form', '(form ~ s)', 'form|upper', '[form][0]')} % ({a(d)}, {n(d)}))"
+                ),
+                lambda d: f"{self.one('form', 'd.form')} % (words[0], {n(d)} % 5) ~ {a(d)}",
+                lambda d: f"{self.range()}|string",
                 lambda d: "'%(a)s-%(b)s' % d",
                 lambda d: (
                     f"'{self.one('{} {}', '{0} {1} {0}', '{!r:.5} {!s}', '{:.3}{:*^7}', '{:>8} {!r}', '{:^9}|{:<5}|')}'.format({a(d)}, {a(d)})"
@@ -310,6 +315,9 @@ class Cases:
             [
                 lambda d: f"({n(d)} {self.one('+', '-', '*')} {n(d)})",
                 lambda d: f"({n(d)} {self.one('//', '%')} {self.one('2', '3', '(-3)', '7')})",
+                lambda d: (
+                    f"({self.one('', '-', '2 * ', '9 - ', '2 ** ')}{n(d)} % {self.one('2', '-3', '7', '2 ** 2')}{self.one('', ' * 3', ' % 4', ' + 1', ' // 2')})"
+                ),
                 lambda d: f"({self.one('2', '3', '(-2)', 'n')} ** {self.one('0', '1', '2', '5')})",
                 lambda d: f"(-{n(d)})",
                 lambda d: f"({self.one('', '2 * ', '1 - ')}+{n(d)})",
@@ -470,6 +478,13 @@ class Cases:
                 ),
                 lambda d: "rows|groupby('tag')|map('first')|list",
                 lambda d: (
+                    f"rows|groupby({self.one(repr('tag'), repr('name'), repr('in.x') + ', 0', repr('n') + ', default=0', repr('tag') + ', case_sensitive=true')}){self.one('', '|list', '[0]', '[0].list', '|map(`last`)|list')}".replace(
+                        "`", "'"
+                    )
+                ),
+                lambda d: "[[1, 2], [1, 3], [0, 4]]|groupby(0)",
+                lambda d: self.range(),
+                lambda d: (
                     f"rows|groupby('{self.one('tag', 'name')}')|map(attribute='{self.one('grouper', '0')}')|list"
                 ),
                 lambda d: (
@@ -517,6 +532,11 @@ class Cases:
                 lambda d: f"rows|{self.one('first', 'last')}",
             ],
         )
+
+    def range(self):
+        """A `range`, which prints as one."""
+        of = f"range({self.one('5', '0', '1, 9', '9, 1, -2', '5, 1', '1, 10, 3', '-3, n')})"
+        return of + self.one("", f"[{self.slice(0)}]", f"[{self.slice(0)}]")
 
     def generator(self):
         """A value that can be iterated over once, and is true."""
@@ -704,6 +724,12 @@ class Cases:
                 + t("endfilter")
             ),
             lambda: (
+                t(f"with {name} = {self.any(1)}, q = {self.one(name, '[' + name + ', 1]')}")
+                + f"{{{{ q }}}}{{{{ {name} }}}}"
+                + t("endwith")
+            ),
+            lambda: self.scope(name),
+            lambda: (
                 t("set ns = namespace(c=0, l=[])")
                 + t("for x in xs")
                 + t("set ns.c = ns.c + x")
@@ -831,6 +857,27 @@ class Cases:
                 lambda: self.loop_show(),
             ]
         return self.draw.choice(kinds)()
+
+    def scope(self, name):
+        """A variable that is set in a scope and outside of it."""
+        begin, end = self.one(
+            ("filter upper", "endfilter"),
+            ("set x", "endset"),
+            ("set x | trim", "endset"),
+            ("autoescape false", "endautoescape"),
+            ("generation", "endgeneration"),
+            ("with", "endwith"),
+        )
+        return (
+            self.tag(f"set {name} = {self.whole(1)}")
+            + self.tag(begin)
+            + self.filler()
+            + self.tag(f"set {name} = {self.any(1)}")
+            + f"{{{{ {name} }}}}"
+            + self.filler()
+            + self.tag(end)
+            + f"{{{{ {name} }}}}{{{{ x }}}}"
+        )
 
     def loop_show(self):
         return self.one(

@@ -3,7 +3,8 @@
 use chrono::{DateTime, NaiveDateTime};
 
 /// `datetime.fromtimestamp(unix_s, UTC).replace(tzinfo=None).strftime(format)` in the locale `C`.
-pub(super) fn strftime(format: &str, unix_s: u64) -> String {
+/// `None`: the text becomes longer than `bytes_max`.
+pub(super) fn strftime(format: &str, unix_s: u64, bytes_max: usize) -> Option<String> {
     let time = i64::try_from(unix_s)
         .ok()
         .and_then(|s| DateTime::from_timestamp(s, 0));
@@ -20,8 +21,12 @@ pub(super) fn strftime(format: &str, unix_s: u64) -> String {
             None => out.push_str(code.as_ref().map_or(rest, |code| code.source)),
         }
         rest = &rest[code.map_or(rest.len(), |code| code.source.len())..];
+        // Widths make much of little.
+        if out.len() > bytes_max {
+            return None;
+        }
     }
-    out + rest
+    Some(out + rest)
 }
 
 /// A conversion: `%`, flags, a width, `E` or `O`, and a letter.
@@ -147,7 +152,15 @@ mod tests {
             ),
             (0, "%-y|%-H%-M%-S|%-j|%-e|%-U%-W%-V%-g", "70|000|1|1|00170"),
         ] {
-            assert_eq!(strftime(format, unix_s), expected, "{format}");
+            let shown = strftime(format, unix_s, 1 << 10);
+            assert_eq!(shown.as_deref(), Some(expected), "{format}");
         }
+    }
+
+    #[test]
+    fn widths_are_bounded_together() {
+        let format = "%1000d".repeat(1000);
+        assert_eq!(strftime(&format, 0, 1 << 19), None);
+        assert_eq!(strftime(&format, 0, 1 << 20).unwrap().len(), 1_000_000);
     }
 }

@@ -142,7 +142,7 @@ impl ChatTemplate {
         let now = options.now_unix_s;
         let strftime_now = Value::from_function(move |args: Rest<Value>, kwargs: Kwargs| {
             let format = jinja::one_text("strftime_now", "format", &args, kwargs)?;
-            Ok::<_, minijinja::Error>(clock::strftime(&format, now))
+            clock::strftime(&format, now, jinja::TEXT_MAX).ok_or_else(jinja::too_long)
         });
         // As in `transformers`, the request's variables replace special tokens; ours replace them.
         let special = self.special.iter();

@@ -9,7 +9,7 @@ use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::args::Args;
 use super::methods::{self, TEXT_MAX};
-use super::objects::{Generator, is_generator};
+use super::objects::{self, Generator, is_generator};
 use super::source::{EACH, PERCENT, VARIADIC};
 use super::{format, json, markup, python};
 
@@ -115,6 +115,7 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     environment.add_filter("last", last);
     environment.add_filter("items", items);
     environment.add_filter("format", printf);
+    environment.add_filter("groupby", groupby);
     environment.add_filter("indent", indent);
     // Attributes alone: a key of an object is none.
     environment.add_filter("attr", |_: &Value, _: &Value| Value::UNDEFINED);
@@ -602,13 +603,62 @@ fn printf(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Er
     format::percent(&python::text(value), &operand)
 }
 
-/// `text % operand`
+/// `value % operand`
 #[allow(clippy::needless_pass_by_value)]
-fn percent(text: &Value, operand: Value) -> Result<String, Error> {
-    let text = text
-        .as_str()
-        .ok_or_else(|| failed("`%` stands behind a string here"))?;
-    format::percent(text, &operand)
+fn percent(value: &Value, operand: Value) -> Result<Value, Error> {
+    match value.as_str() {
+        Some(text) => format::percent(text, &operand).map(Value::from),
+        None => modulo(value, &operand),
+    }
+}
+
+/// Python's `%` of numbers: the rest has the sign of `by`.
+fn modulo(value: &Value, by: &Value) -> Result<Value, Error> {
+    let number = |value: &Value| match value.kind() {
+        ValueKind::Bool => Some(Value::from(i64::from(value.is_true()))),
+        ValueKind::Number => Some(value.clone()),
+        _ => None,
+    };
+    let (Some(value), Some(by)) = (number(value), number(by)) else {
+        let (one, other) = (value.kind(), by.kind());
+        return Err(failed(format!("`%` of {one} and {other}")));
+    };
+    let zero = || failed("division by zero");
+    if let (false, false) = (python::is_float(&value), python::is_float(&by)) {
+        let long = |_| failed("`%` of an integer of more than 128 bits");
+        let value = i128::try_from(value).map_err(long)?;
+        let by = i128::try_from(by).map_err(long)?;
+        if by == 0 {
+            return Err(zero());
+        }
+        let rest = value.wrapping_rem(by);
+        let is_other_side = rest != 0 && (rest < 0) != (by < 0);
+        return Ok(Value::from(if is_other_side { rest + by } else { rest }));
+    }
+    let (value, by) = (f64::try_from(value)?, f64::try_from(by)?);
+    if by == 0.0 {
+        return Err(zero());
+    }
+    let rest = value % by;
+    Ok(Value::from(if rest == 0.0 {
+        0f64.copysign(by)
+    } else if (rest < 0.0) != (by < 0.0) {
+        rest + by
+    } else {
+        rest
+    }))
+}
+
+/// Groups with their real keys, each a pair that is written as Python's tuples.
+#[allow(clippy::needless_pass_by_value)]
+fn groupby(value: Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+    let names = ["attribute", "default", "case_sensitive"];
+    let groups = engine::groupby(value, None, named("groupby", &names, &args, &kwargs)?)?;
+    let pair = |group: Value| {
+        let elements = list(&group.get_item(&Value::from(1))?)?;
+        Ok(objects::group(group.get_item(&Value::from(0))?, elements))
+    };
+    groups.try_iter()?.map(pair).collect()
 }
 
 #[allow(clippy::needless_pass_by_value)]

@@ -10,7 +10,7 @@ use super::source::SLICE;
 use super::{filters, format, objects, python};
 
 /// Limit of texts that a template makes by padding (characters), repeating or replacing (bytes).
-pub(super) const TEXT_MAX: usize = 64 << 20;
+pub(crate) const TEXT_MAX: usize = 64 << 20;
 
 /// Calls `method` of `value`.
 pub(super) fn call(
@@ -49,7 +49,8 @@ fn failed(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
-fn too_long() -> Error {
+/// Error of a text longer than [`TEXT_MAX`].
+pub(crate) fn too_long() -> Error {
     failed("the text becomes too long")
 }
 
@@ -82,6 +83,9 @@ fn slice(value: &Value, args: &[Value]) -> Result<Value, Error> {
     };
     let (first, end) = if step < 0 { (high, low) } else { (low, high) };
     let (mut at, stop) = (bound(start, first), bound(stop, end));
+    if let Some(range) = value.downcast_object_ref::<objects::Numbers>() {
+        return Ok(Value::from_object(range.slice(at, stop, step)?));
+    }
     let mut kept = Vec::new();
     while (step > 0 && at < stop) || (step < 0 && at > stop) {
         kept.extend(

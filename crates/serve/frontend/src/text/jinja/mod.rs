@@ -23,6 +23,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 
+pub(super) use methods::{TEXT_MAX, too_long};
 pub(super) use objects::{one_text, value};
 pub(super) use parts::takes_parts;
 pub(super) use source::rewrite;
@@ -135,10 +136,9 @@ pub(super) fn environment() -> Environment<'static> {
     environment
 }
 
-/// Python's `range`; at most 100,000 numbers, as in Jinja2's sandbox.
+/// Python's `range`.
 #[allow(clippy::needless_pass_by_value)] // a function's signature
 fn range(args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
-    const MAX: i64 = 100_000;
     kwargs.assert_all_used()?;
     let whole = |value: &Value| match value.kind() {
         ValueKind::Bool => Ok(i64::from(value.is_true())),
@@ -163,25 +163,7 @@ fn range(args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
             ));
         }
     };
-    let span = if step > 0 {
-        stop.saturating_sub(start)
-    } else {
-        start.saturating_sub(stop)
-    };
-    let count = if span <= 0 {
-        0
-    } else {
-        (span - 1) / step.saturating_abs() + 1
-    };
-    if count > MAX {
-        return Err(Error::new(
-            ErrorKind::InvalidOperation,
-            format!("range(): more than {MAX} numbers"),
-        ));
-    }
-    Ok(Value::from_object(objects::Numbers {
-        start,
-        step,
-        count: usize::try_from(count).unwrap_or(0),
-    }))
+    Ok(Value::from_object(objects::Numbers::new(
+        start, stop, step,
+    )?))
 }

@@ -106,17 +106,47 @@ pub(super) fn is_generator(value: &Value) -> bool {
     value.downcast_object_ref::<Generator>().is_some()
 }
 
-/// The numbers of a `range`.
+/// A `range`.
 #[derive(Debug)]
 pub(super) struct Numbers {
     pub(super) start: i64,
+    pub(super) stop: i64,
     pub(super) step: i64,
     pub(super) count: usize,
 }
 
 impl Numbers {
+    /// `range(start, stop, step)`, with at most as many numbers as Jinja2's sandbox allows.
+    pub(super) fn new(start: i64, stop: i64, step: i64) -> Result<Numbers, Error> {
+        const MAX: i64 = 100_000;
+        let span = if step > 0 {
+            stop.saturating_sub(start)
+        } else {
+            start.saturating_sub(stop)
+        };
+        let count = match span {
+            ..=0 => 0,
+            span => (span - 1) / step.saturating_abs() + 1,
+        };
+        if count > MAX {
+            return Err(failed(format!("range(): more than {MAX} numbers")));
+        }
+        Ok(Numbers {
+            start,
+            stop,
+            step,
+            count: usize::try_from(count).unwrap_or(0),
+        })
+    }
+
     fn at(&self, place: usize) -> i64 {
         self.start + i64::try_from(place).unwrap_or(0) * self.step
+    }
+
+    /// The range of every `step`th number from the place `start` to before the place `stop`.
+    pub(super) fn slice(&self, start: i64, stop: i64, step: i64) -> Result<Numbers, Error> {
+        let at = |place: i64| self.start.saturating_add(place.saturating_mul(self.step));
+        Numbers::new(at(start), at(stop), self.step.saturating_mul(step))
     }
 }
 
@@ -126,6 +156,14 @@ impl Object for Numbers {
     }
 
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        if let Some(name) = key.as_str() {
+            return Some(Value::from(match name {
+                "start" => self.start,
+                "stop" => self.stop,
+                "step" => self.step,
+                _ => return None,
+            }));
+        }
         let place = key.as_i64()?;
         let place = if place < 0 {
             place + i64::try_from(self.count).ok()?
@@ -141,12 +179,51 @@ impl Object for Numbers {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stop = self.at(self.count);
+        let (start, stop) = (self.start, self.stop);
         match self.step {
-            1 => write!(f, "range({}, {stop})", self.start),
-            step => write!(f, "range({}, {stop}, {step})", self.start),
+            1 => write!(f, "range({start}, {stop})"),
+            step => write!(f, "range({start}, {stop}, {step})"),
         }
     }
+}
+
+/// Whether `value` is a `range`.
+pub(super) fn is_range(value: &Value) -> bool {
+    value.downcast_object_ref::<Numbers>().is_some()
+}
+
+/// A group of `groupby`: its key and its elements.
+#[derive(Debug)]
+struct Group([Value; 2]);
+
+impl Object for Group {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let [grouper, list] = &self.0;
+        let found = match (key.as_str(), key.as_i64()) {
+            (Some("grouper"), _) | (_, Some(0 | -2)) => grouper,
+            (Some("list"), _) | (_, Some(1 | -1)) => list,
+            _ => return None,
+        };
+        Some(found.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(2)
+    }
+}
+
+/// A group of `groupby`, with its key and its elements.
+pub(super) fn group(key: Value, elements: Value) -> Value {
+    Value::from_object(Group([key, elements]))
+}
+
+/// Whether `value` is a group of `groupby`.
+pub(super) fn is_group(value: &Value) -> bool {
+    value.downcast_object_ref::<Group>().is_some()
 }
 
 /// What `value` is, if `json.dumps` refuses it although it has elements.
@@ -155,7 +232,7 @@ pub(super) fn not_json(value: &Value) -> Option<&'static str> {
     if is_generator(value) {
         return Some("generator");
     }
-    if value.downcast_object_ref::<Numbers>().is_some() {
+    if is_range(value) {
         return Some("range");
     }
     (object.type_name().ends_with("::Namespace")).then_some("namespace")

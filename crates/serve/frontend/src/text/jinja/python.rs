@@ -6,6 +6,8 @@ use std::fmt::Write;
 use minijinja::Value;
 use minijinja::value::{DynObject, ValueKind};
 
+use super::objects;
+
 /// Limit of nested lists and objects; deeper ones are written as `...`, as Python writes a list inside itself.
 const DEPTH_MAX: usize = 128;
 
@@ -68,8 +70,10 @@ fn write_repr(value: &Value, out: &mut String, depth: usize) {
             }
             out.push('}');
         }
-        ValueKind::Seq | ValueKind::Iterable if value.len().is_some() => {
-            let tuple = value.is_tuple();
+        ValueKind::Seq | ValueKind::Iterable
+            if value.len().is_some() && !objects::is_range(value) =>
+        {
+            let tuple = value.is_tuple() || objects::is_group(value);
             out.push(if tuple { '(' } else { '[' });
             let mut count = 0;
             for element in value.try_iter().into_iter().flatten() {

@@ -13,7 +13,7 @@ pub(crate) struct SourceError {
 
 /// Name of the function that lets a macro take any arguments.
 pub(super) const VARIADIC: &str = "__variadic";
-/// Name of the filter that replaces `%` after a string literal.
+/// Name of the filter that replaces `%`.
 pub(super) const PERCENT: &str = "__percent";
 /// Name of the filter that refuses values that are not iterable.
 pub(super) const EACH: &str = "__each";
@@ -28,11 +28,13 @@ pub(super) const SLICE: &str = "__slice";
 /// - macros that name `varargs` or `kwargs` get them as parameters, and [`VARIADIC`] fills them;
 /// - defaults of a macro's parameters that name its other parameters move into its body;
 /// - the value that a loop iterates over passes through [`EACH`]: the engine treats `none` as an empty list;
-/// - `"…" % x` becomes a call of the filter [`PERCENT`], and `x[a:b:c]` a call of the method [`SLICE`]: the engine's own
+/// - `x % y` becomes a call of the filter [`PERCENT`], and `x[a:b:c]` a call of the method [`SLICE`]: the engine's own
 ///   slices panic if they go backwards;
 /// - strings with escapes are written as the engine reads them;
 /// - a `+` in front of a value is left out;
-/// - the value that `{% set a, b = … %}` takes apart passes through [`EACH`] too.
+/// - the value that `{% set a, b = … %}` takes apart passes through [`EACH`] too;
+/// - the bodies of `filter`, `autoescape` and `set` without a value are put into `{% with %}`, as they are scopes;
+/// - `{% with a = 1, b = a %}` becomes `{% with (a, b) = (1, a) %}`: its values are those outside.
 pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
     let source = if source.contains('\r') {
         source.replace("\r\n", "\n").replace('\r', "\n")
@@ -45,6 +47,7 @@ pub(crate) fn rewrite(source: &str) -> Result<String, SourceError> {
         out: String::with_capacity(source.len() + 64),
         macros: Vec::new(),
         generations: Vec::new(),
+        scopes: Vec::new(),
         wrong: None,
     };
     while let Some(offset) = source[writer.at..].find('{') {
@@ -107,6 +110,8 @@ struct Writer<'s> {
     macros: Vec<OpenMacro>,
     /// Places of `generation` whose end was not reached.
     generations: Vec<usize>,
+    /// Ends of the scopes that are open.
+    scopes: Vec<&'static str>,
     /// The first string that cannot be read.
     wrong: Option<SourceError>,
 }
@@ -196,10 +201,10 @@ impl Writer<'_> {
                     Kind::Text
                 }
                 b'0'..=b'9' => {
-                    let part = |b: &u8| b.is_ascii_alphanumeric() || *b == b'_';
-                    while bytes.get(at).is_some_and(part) {
-                        at += 1;
-                    }
+                    let is_member = tokens.last().is_some_and(|last: &Token| {
+                        last.kind == Kind::Sign(b'.') && last.end == at
+                    });
+                    at += number_len(&bytes[at..], !is_member);
                     Kind::Number
                 }
                 _ if byte.is_ascii_alphabetic() || byte == b'_' || byte >= 0x80 => {
@@ -281,7 +286,31 @@ impl Writer<'_> {
                 self.copy_to(end);
             }
             "set" => {
-                self.set(&tokens);
+                let is_block = !self.set(&tokens);
+                self.scope_start(is_block.then_some("endset"), end);
+            }
+            "filter" | "autoescape" => {
+                let closes = if self.text(first) == "filter" {
+                    "endfilter"
+                } else {
+                    "endautoescape"
+                };
+                self.write_tokens(&tokens);
+                self.scope_start(Some(closes), end);
+            }
+            "endset" | "endfilter" | "endautoescape" => {
+                if self
+                    .scopes
+                    .last()
+                    .is_some_and(|closes| *closes == self.text(first))
+                {
+                    self.scopes.pop();
+                    self.replace(first.start, first.start, "endwith %}{% ");
+                }
+                self.copy_to(end);
+            }
+            "with" => {
+                self.with(&tokens);
                 self.copy_to(end);
             }
             "macro" => self.macro_start(&tokens, end),
@@ -340,22 +369,61 @@ impl Writer<'_> {
         self.write_tokens(&tokens[to..]);
     }
 
-    /// Writes `set …`, with a value that is taken apart made a list.
-    fn set(&mut self, tokens: &[Token]) {
+    /// Writes the end of a statement, and begins a scope behind it that `closes`.
+    fn scope_start(&mut self, closes: Option<&'static str>, end: usize) {
+        if let Some(closes) = closes {
+            self.scopes.push(closes);
+            // The statement's whitespace control goes to the scope.
+            self.copy_to(self.close(end));
+            self.out.push_str("%}{% with ");
+        }
+        self.copy_to(end);
+    }
+
+    /// Writes `with …`, with several values as one tuple.
+    fn with(&mut self, tokens: &[Token]) {
+        let parts = split(&tokens[1..], b',');
+        let is_assignment = |part: &&[Token]| matches!(part, [name, is, _, ..] if name.kind == Kind::Name && is.kind == Kind::Sign(b'='));
+        if parts.len() == 1 || !parts.iter().all(is_assignment) {
+            return self.write_tokens(tokens);
+        }
+        self.copy_to(parts[0][0].start);
+        let names: Vec<&str> = parts.iter().map(|part| self.text(part[0])).collect();
+        let _ = write!(self.out, "({}) = (", names.join(", "));
+        for (at, part) in parts.iter().enumerate() {
+            let value = &part[2..];
+            if at > 0 {
+                self.out.push_str(", ");
+            }
+            // Line numbers stay true.
+            let lines = self.source[self.at..value[0].start].matches('\n').count();
+            self.out.push_str(&"\n".repeat(lines));
+            self.at = value[0].start;
+            self.write_tokens(value);
+            self.copy_to(value[value.len() - 1].end);
+        }
+        self.out.push(')');
+    }
+
+    /// Writes `set …`, with a value that is taken apart made a list. Returns whether there is a value.
+    fn set(&mut self, tokens: &[Token]) -> bool {
         let mut depth = 0;
         let sign = |token: &Token| {
             depth = deeper(depth, *token);
             depth == 0 && token.kind == Kind::Sign(b'=')
         };
         let Some(at) = tokens.iter().position(sign) else {
-            return self.write_tokens(tokens);
+            self.write_tokens(tokens);
+            return false;
         };
         let (targets, value) = (&tokens[..at], &tokens[at + 1..]);
         let (Some(first), Some(last)) = (value.first(), value.last()) else {
-            return self.write_tokens(tokens);
+            self.write_tokens(tokens);
+            return true;
         };
         if split(targets, b',').len() == 1 || split(value, b',').len() > 1 {
-            return self.write_tokens(tokens);
+            self.write_tokens(tokens);
+            return true;
         }
         self.write_tokens(&tokens[..=at]);
         self.copy_to(first.start);
@@ -363,6 +431,7 @@ impl Writer<'_> {
         self.write_tokens(value);
         self.copy_to(last.end);
         let _ = write!(self.out, ")|{EACH}");
+        true
     }
 
     fn macro_start(&mut self, tokens: &[Token], end: usize) {
@@ -459,97 +528,204 @@ impl Writer<'_> {
         self.copy_to(end);
     }
 
-    /// Copies `tokens`, with `%` behind a string rewritten, and notes what a macro's body names.
+    /// Copies `tokens`, rewritten, and notes what a macro's body names.
     fn write_tokens(&mut self, tokens: &[Token]) {
+        let mut products = Products::default();
         let mut at = 0;
         while at < tokens.len() {
             let token = tokens[at];
-            let before = at.checked_sub(1).map(|before| tokens[before].kind);
-            if token.kind == Kind::Text && self.text(token).contains('\\') {
-                match literal::rewritten(self.text(token)) {
-                    Ok(text) => self.replace(token.start, token.end, &text),
-                    Err(message) => {
-                        let error = self.error(token.start, &message);
-                        self.wrong.get_or_insert(error);
-                    }
-                }
-            }
             let behind = at.checked_sub(1).map(|before| tokens[before]);
-            let ends_value =
-                behind.is_some_and(|token| token.kind == Kind::Number || self.is_value(token));
-            if token.kind == Kind::Sign(b'+') && !ends_value {
-                self.replace(token.start, token.end, "");
+            let is_dot =
+                |at: Option<usize>| at.is_some_and(|at| tokens[at].kind == Kind::Sign(b'.'));
+            let is_member = is_dot(at.checked_sub(1));
+            let ends_value = behind.is_some_and(|token| {
+                token.kind == Kind::Number || self.is_value(token) || is_dot(at.checked_sub(2))
+            });
+            if is_member || !products.end_at(self.text(token), token.kind, ends_value) {
+                products.go_on(self, token);
             }
-            // The engine has no negative truth values.
-            if token.kind == Kind::Sign(b'-')
-                && !ends_value
-                && let Some(&next) = tokens.get(at + 1)
-                && let "true" | "True" | "false" | "False" = self.text(next)
-            {
-                let number = if self.text(next).ends_with("rue") {
-                    "1"
-                } else {
-                    "0"
-                };
-                self.replace(next.start, next.end, number);
-            }
-            if token.kind == Kind::Name
-                && before != Some(Kind::Sign(b'.'))
-                && let Some(open) = self.macros.last_mut()
-            {
-                match &self.source[token.start..token.end] {
-                    "varargs" => open.varargs = true,
-                    "kwargs" => open.kwargs = true,
-                    "caller" => open.caller = true,
-                    _ => {}
-                }
-            }
-            if token.kind == Kind::Sign(b'[')
-                && before.is_some()
-                && self.is_value(tokens[at - 1])
-                && let Some(inner) = inside(&tokens[at..])
-                && let parts = split(inner, b':')
-                && parts.len() > 1
-            {
-                self.replace(token.start, token.end, ".");
-                self.out.push_str(SLICE);
-                self.out.push('(');
-                for (place, part) in parts.iter().enumerate() {
-                    let Some(last) = part.last() else {
-                        self.out.push_str(if place > 0 { ", none" } else { "none" });
+            match token.kind {
+                Kind::Text => self.string(token),
+                Kind::Name if !is_member => self.note_macro_word(token),
+                Kind::Sign(b'+') if !ends_value => self.replace(token.start, token.end, ""),
+                Kind::Sign(b'-') if !ends_value => self.negative_truth(tokens.get(at + 1)),
+                Kind::Sign(b'[') if behind.is_some_and(|token| self.is_value(token)) => {
+                    if let Some(len) = self.slice(&tokens[at..]) {
+                        products.close();
+                        at += len;
                         continue;
-                    };
-                    if place > 0 {
-                        self.out.push_str(", ");
                     }
-                    self.at = part[0].start;
-                    self.write_tokens(part);
-                    self.copy_to(last.end);
                 }
-                at += inner.len() + 2;
-                self.out.push(')');
-                self.at = tokens[at - 1].end;
-                continue;
+                Kind::Sign(b'%') if ends_value => {
+                    if let (Some(start), Some(len)) =
+                        (products.start, operand(&tokens[at + 1..], self.source))
+                    {
+                        self.modulo(start, token, &tokens[at + 1..=at + len]);
+                        at += len;
+                    }
+                }
+                _ => {}
             }
-            let strong = matches!(before, Some(Kind::Sign(b'*' | b'/' | b'%' | b'.')));
-            if token.kind == Kind::Text
-                && !strong
-                && tokens.get(at + 1).map(|next| next.kind) == Some(Kind::Sign(b'%'))
-                && let Some(len) = operand(&tokens[at + 2..], self.source)
-            {
-                self.replace(tokens[at + 1].start, tokens[at + 1].end, "|");
-                self.out.push_str(PERCENT);
-                self.out.push('(');
-                let operand = &tokens[at + 2..at + 2 + len];
-                self.write_tokens(operand);
-                self.copy_to(operand[len - 1].end);
-                self.out.push(')');
-                at += 2 + len;
-            } else {
-                at += 1;
+            at += 1;
+        }
+    }
+
+    /// Writes a string as the engine reads it.
+    fn string(&mut self, token: Token) {
+        if !self.text(token).contains('\\') {
+            return;
+        }
+        match literal::rewritten(self.text(token)) {
+            Ok(text) => self.replace(token.start, token.end, &text),
+            Err(message) => {
+                let error = self.error(token.start, &message);
+                self.wrong.get_or_insert(error);
             }
         }
     }
+
+    /// Writes a truth value behind a sign as a number: the engine has no negative truth values.
+    fn negative_truth(&mut self, token: Option<&Token>) {
+        let Some(&token) = token else {
+            return;
+        };
+        match self.text(token) {
+            "true" | "True" => self.replace(token.start, token.end, "1"),
+            "false" | "False" => self.replace(token.start, token.end, "0"),
+            _ => {}
+        }
+    }
+
+    /// Notes a word that gives the macro around it more parameters.
+    fn note_macro_word(&mut self, token: Token) {
+        if let Some(open) = self.macros.last_mut() {
+            match &self.source[token.start..token.end] {
+                "varargs" => open.varargs = true,
+                "kwargs" => open.kwargs = true,
+                "caller" => open.caller = true,
+                _ => {}
+            }
+        }
+    }
+
+    /// Writes the brackets that `tokens` begin with, if they hold a slice. Returns the number of their tokens.
+    fn slice(&mut self, tokens: &[Token]) -> Option<usize> {
+        let inner = inside(tokens)?;
+        let parts = split(inner, b':');
+        if parts.len() == 1 {
+            return None;
+        }
+        self.replace(tokens[0].start, tokens[0].end, ".");
+        self.out.push_str(SLICE);
+        self.out.push('(');
+        for (place, part) in parts.iter().enumerate() {
+            let Some(last) = part.last() else {
+                self.out.push_str(if place > 0 { ", none" } else { "none" });
+                continue;
+            };
+            if place > 0 {
+                self.out.push_str(", ");
+            }
+            self.at = part[0].start;
+            self.write_tokens(part);
+            self.copy_to(last.end);
+        }
+        self.out.push(')');
+        let len = inner.len() + 2;
+        self.at = tokens[len - 1].end;
+        Some(len)
+    }
+
+    /// Writes `x % operand` as a call of [`PERCENT`]; the output has `x` from `start` on.
+    fn modulo(&mut self, start: usize, sign: Token, operand: &[Token]) {
+        self.copy_to(sign.start);
+        self.out.insert(start, '(');
+        self.replace(sign.start, sign.end, ")|");
+        self.out.push_str(PERCENT);
+        self.out.push('(');
+        self.write_tokens(operand);
+        self.copy_to(operand[operand.len() - 1].end);
+        self.out.push(')');
+    }
+}
+
+/// Where products begin in the output: operands of `*`, `/`, `%` and of what binds more strongly.
+#[derive(Default)]
+struct Products {
+    /// Start of the product that goes on; `None` where another one begins.
+    start: Option<usize>,
+    /// Products around open brackets.
+    around: Vec<Option<usize>>,
+}
+
+impl Products {
+    /// Ends the product at a token that binds less; `is_behind` a value. Returns whether it did.
+    fn end_at(&mut self, text: &str, kind: Kind, is_behind: bool) -> bool {
+        const WORDS: [&str; 10] = [
+            "in",
+            "not",
+            "and",
+            "or",
+            "if",
+            "elif",
+            "else",
+            "recursive",
+            "for",
+            "autoescape",
+        ];
+        let ends = match kind {
+            Kind::Sign(b'+' | b'-') => is_behind,
+            Kind::Sign(sign) => b"~,:=!<>".contains(&sign),
+            Kind::Name => WORDS.contains(&text),
+            Kind::Text | Kind::Number => false,
+        };
+        if ends {
+            self.start = None;
+        }
+        ends
+    }
+
+    /// Goes on with `token`, which is part of the product.
+    fn go_on(&mut self, writer: &mut Writer<'_>, token: Token) {
+        if let Kind::Sign(b')' | b']' | b'}') = token.kind {
+            return self.close();
+        }
+        if self.start.is_none() {
+            writer.copy_to(token.start);
+            self.start = Some(writer.out.len());
+        }
+        if let Kind::Sign(b'(' | b'[' | b'{') = token.kind {
+            self.around.push(self.start.take());
+        }
+    }
+
+    /// Goes on behind a closing bracket.
+    fn close(&mut self) {
+        self.start = self.around.pop().flatten();
+    }
+}
+
+/// Bytes of the number that `bytes` begin with; `may_be_real`: with a fraction and an exponent.
+fn number_len(bytes: &[u8], may_be_real: bool) -> usize {
+    let digits = |from: usize| {
+        let part = |b: &&u8| b.is_ascii_alphanumeric() || **b == b'_';
+        bytes[from..].iter().take_while(part).count()
+    };
+    let is_digit = |at: usize| bytes.get(at).is_some_and(u8::is_ascii_digit);
+    let mut len = digits(0);
+    if !may_be_real || bytes[..len].starts_with(b"0x") || bytes[..len].starts_with(b"0X") {
+        return len;
+    }
+    if bytes.get(len) == Some(&b'.') && is_digit(len + 1) {
+        len += 1 + digits(len + 1);
+    }
+    if matches!(bytes[len - 1], b'e' | b'E')
+        && matches!(bytes.get(len), Some(b'+' | b'-'))
+        && is_digit(len + 1)
+    {
+        len += 1 + digits(len + 1);
+    }
+    len
 }
 
 /// The tokens between the bracket that `tokens` begin with and its end.
@@ -584,8 +760,20 @@ fn split(tokens: &[Token], at: u8) -> Vec<&[Token]> {
         .collect()
 }
 
-/// Number of tokens of the operand that `tokens` begin with: a value with the calls, filters and tests applied to it.
+/// Number of tokens of the operand that `tokens` begin with: a power, or a value with the calls, filters and tests applied to
+/// it.
 fn operand(tokens: &[Token], source: &str) -> Option<usize> {
+    let mut len = factor(tokens, source)?;
+    while let [star, also, rest @ ..] = &tokens[len..]
+        && [star.kind, also.kind] == [Kind::Sign(b'*'); 2]
+    {
+        len += 2 + factor(rest, source)?;
+    }
+    Some(len)
+}
+
+/// Number of tokens of a value with its calls, filters and tests.
+fn factor(tokens: &[Token], source: &str) -> Option<usize> {
     let group = |at: usize| inside(&tokens[at..]).map(|inside| at + inside.len() + 2);
     let kind = |at: usize| tokens.get(at).map(|token| token.kind);
     let word = |at: usize| {
@@ -599,14 +787,7 @@ fn operand(tokens: &[Token], source: &str) -> Option<usize> {
     }
     match kind(at)? {
         Kind::Name if word(at) == "not" => return None,
-        Kind::Name | Kind::Text => at += 1,
-        Kind::Number => {
-            at += 1;
-            // A fraction.
-            if kind(at) == Some(Kind::Sign(b'.')) && kind(at + 1) == Some(Kind::Number) {
-                at += 2;
-            }
-        }
+        Kind::Name | Kind::Text | Kind::Number => at += 1,
         Kind::Sign(b'(' | b'[' | b'{') => at = group(at)?,
         Kind::Sign(_) => return None,
     }
@@ -645,7 +826,7 @@ mod tests {
             "{% raw %}{% generation %}{{ '%}' }}{%- endraw -%} x",
             "{{ '{% generation %}' ~ \"\\\"%}\" }}{% if generation %}{% endif %}",
             "{% macro f(a, b=[1, 2]) %}{{ a.kwargs }}{% endmacro %}",
-            "{{ a % b }}{{ {'a': {}}['a'] }}",
+            "{{ {'a': {}}['a'] }}{% with a = 1 %}{% endwith %}{% with %}{% endwith %}{% endset %}",
             "{{ open",
         ] {
             assert_eq!(rewrite(same).unwrap(), same);
@@ -672,7 +853,7 @@ mod tests {
             ),
             (
                 "{% macro f(a, b=a[1:], c='%d' % 3) -%} {% endmacro %}",
-                "{% macro f(a, b=__undefined, c='%d' |__percent( 3)) %}{% if b is undefined %}\
+                "{% macro f(a, b=__undefined, c=('%d' )|__percent( 3)) %}{% if b is undefined %}\
                  {% set b = a.__slice(1, none) %}{% endif -%} {% endmacro %}",
             ),
             (
@@ -685,7 +866,25 @@ mod tests {
             ),
             (
                 "{{ '%d%%' % x.y[0]|int ~ 'a' }}",
-                "{{ '%d%%' |__percent( x.y[0]|int) ~ 'a' }}",
+                "{{ ('%d%%' )|__percent( x.y[0]|int) ~ 'a' }}",
+            ),
+            (
+                "{{ 1.5e-7 % 0.5 - 0x1e-7 % 2 }}{{ x.0.5 % 2 }}",
+                "{{ (1.5e-7 )|__percent( 0.5) - 0x1e-(7 )|__percent( 2) }}{{ (x.0.5 )|__percent( 2) }}",
+            ),
+            (
+                "{{ a % b }}{{ -a * b % c ** -2 % d + e % (f % g) }}{{ x % not y }}{% if a.if % 2 == 1 and b|f % 2 %}",
+                "{{ (a )|__percent( b) }}{{ ((-a * b )|__percent( c ** -2) )|__percent( d) + (e )|__percent( ((f )|__percent( g))) }}\
+                 {{ x % not y }}{% if (a.if )|__percent( 2) == 1 and (b|f )|__percent( 2) %}",
+            ),
+            (
+                "{%- set x -%} {% set y | f(a=1) %}{% endset %} {%- endset %}{% filter f -%}{%+ endfilter +%}",
+                "{%- set x %}{% with -%} {% set y | f(a=1) %}{% with %}{% endwith %}{% endset %} {%- endwith %}{% endset %}\
+                 {% filter f %}{% with -%}{%+ endwith %}{% endfilter +%}",
+            ),
+            (
+                "{%- with a = 1,\nb = (a, 2) % 3 -%}",
+                "{%- with (a, b) = (1, \n((a, 2) )|__percent( 3)) -%}",
             ),
         ] {
             assert_eq!(rewrite(source).unwrap(), expected);

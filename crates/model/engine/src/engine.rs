@@ -40,7 +40,9 @@ pub use disagg::Reserved;
 use disagg::{KvTransfers, TransferState};
 use encoder::Encoder;
 pub use jump::DecodeRun;
+use jump::{Phases, PlannedPasses};
 use limits::Limits;
+use peers::Peers;
 pub use peers::{FoundAtPeer, PeerBlocks, PeerLoad};
 use pipeline::Pipeline;
 use queue::Queue;
@@ -73,7 +75,7 @@ pub struct Engine {
     running: Vec<RunningSequence>,
     waiting: Queue,
     transfers: KvTransfers,
-    peers: peers::Peers,
+    peers: Peers,
     speculation: Speculation,
     /// Stages, and the passes in them; `None` with a single one.
     pipeline: Option<Box<Pipeline>>,
@@ -85,23 +87,32 @@ pub struct Engine {
     pass: Option<Pass>,
     /// Scheduled already; begins when the pass under way has ended. Its sequences may have left.
     next: Option<Plan>,
-    planned: jump::PlannedPasses,
-    /// Slots of sequences that were preempted while the pass under way computes a token for them, and the drafted tokens
-    /// that it verifies.
-    overtaken: Vec<(u32, u32)>,
-    /// When sequences joined the waiting queue since the pass under way began.
-    arrived: Vec<SimTime>,
-    fpm_counter: u64,
-    arrivals: u64,
+    planned: PlannedPasses,
+    during_pass: DuringPass,
     counts: Counts,
 
     // Scratch.
-    phases: jump::Phases,
+    phases: Phases,
 }
 
-/// Sums since the engine was made, for [`Stats`].
+/// Changes since the pass under way began.
+#[derive(Default)]
+struct DuringPass {
+    /// Slots of sequences that were preempted while the pass computes a token for them, and the drafted tokens that it
+    /// verifies.
+    overtaken: Vec<(u32, u32)>,
+    /// When sequences joined the waiting queue.
+    arrived: Vec<SimTime>,
+}
+
+/// Sums since the engine was made.
 #[derive(Default)]
 struct Counts {
+    /// Forward-pass metrics.
+    fpm: u64,
+    /// Sequences, also those that left.
+    arrivals: u64,
+    // For [`Stats`].
     passes: u64,
     extrapolated_passes: u64,
     preemptions: u64,
@@ -151,7 +162,7 @@ impl Engine {
             running: Vec::new(),
             waiting: Queue::new(config.scheduling_policy),
             transfers: KvTransfers::default(),
-            peers: peers::Peers::default(),
+            peers: Peers::default(),
             speculation: Speculation::new(config.speculation.as_ref()),
             pipeline: config
                 .pipeline
@@ -167,13 +178,10 @@ impl Engine {
                 .map(|encoder| Box::new(Encoder::new(encoder))),
             pass: None,
             next: None,
-            planned: jump::PlannedPasses::default(),
-            overtaken: Vec::new(),
-            arrived: Vec::new(),
-            fpm_counter: 0,
-            arrivals: 0,
+            planned: PlannedPasses::default(),
+            during_pass: DuringPass::default(),
             counts: Counts::default(),
-            phases: jump::Phases::default(),
+            phases: Phases::default(),
         })
     }
 
@@ -210,7 +218,7 @@ impl Engine {
                 // The engine that answered so far may draw from other lengths.
                 .max(answered.saturating_add(1))
         };
-        let (id, arrival) = (request.id, self.arrivals);
+        let (id, arrival) = (request.id, self.counts.arrivals);
         let mut sequence = Sequence {
             request,
             arrival,
@@ -234,9 +242,9 @@ impl Engine {
         let slot = self.sequences.insert(sequence);
         self.by_id.insert(id, slot);
         self.waiting.push(slot, &self.sequences[slot]);
-        self.arrivals += 1;
+        self.counts.arrivals += 1;
         if self.pass.is_some() {
-            self.arrived.push(now);
+            self.during_pass.arrived.push(now);
         }
         Ok(())
     }
@@ -277,12 +285,12 @@ impl Engine {
         }
         self.pass = None;
         self.next = None;
-        self.planned = jump::PlannedPasses::default();
+        self.planned = PlannedPasses::default();
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.clear();
         }
-        self.overtaken.clear();
-        self.arrived.clear();
+        self.during_pass.overtaken.clear();
+        self.during_pass.arrived.clear();
     }
 
     /// Usage of a request so far, at the end of the last pass; `None` if the engine does not know it
@@ -333,12 +341,17 @@ impl Engine {
         } else {
             let arrived = self.sequences[slot].arrived;
             self.waiting.remove(slot, &self.sequences[slot]);
-            self.overtaken.retain(|&(s, _)| s != slot);
+            self.during_pass.overtaken.retain(|&(s, _)| s != slot);
             if let Some(pipeline) = &mut self.pipeline {
                 pipeline.drop_token(slot);
             }
-            if let Some(at) = self.arrived.iter().position(|&at| at == arrived) {
-                self.arrived.remove(at);
+            if let Some(at) = self
+                .during_pass
+                .arrived
+                .iter()
+                .position(|&at| at == arrived)
+            {
+                self.during_pass.arrived.remove(at);
             }
         }
         self.remove(slot);
@@ -454,7 +467,7 @@ impl Engine {
         };
         out.clear();
         (out.start, out.end) = (pass.start, pass.end);
-        std::mem::swap(&mut out.arrived, &mut self.arrived);
+        std::mem::swap(&mut out.arrived, &mut self.during_pass.arrived);
         let mut running = std::mem::take(&mut self.running);
         // Tokens in addition to the first one of each sequence.
         let (mut gone, mut token_count, mut further) = (0, 0, 0);
@@ -520,7 +533,7 @@ impl Engine {
             self.reuse_flight(flight);
         }
         out.token_count = token_count;
-        while let Some((slot, drafts)) = self.overtaken.pop() {
+        while let Some((slot, drafts)) = self.during_pass.overtaken.pop() {
             further += self.deliver_overtaken(slot, drafts, pass.start, out) - 1;
         }
         out.sequence_count = out.token_count - further;
@@ -757,12 +770,12 @@ impl Engine {
     pub fn heartbeat(&mut self, out: &mut ForwardPassMetrics) {
         *out = ForwardPassMetrics {
             rank: self.rank,
-            counter: self.fpm_counter,
+            counter: self.counts.fpm,
             queued_prefill: prefill_stats(self.waiting.prefill()),
             queued_decode: decode_stats(self.waiting.decode()),
             ..ForwardPassMetrics::default()
         };
-        self.fpm_counter += 1;
+        self.counts.fpm += 1;
     }
 
     /// Checks every invariant in O(blocks + sequences). For tests.

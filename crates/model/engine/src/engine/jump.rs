@@ -206,7 +206,7 @@ impl Engine {
         run.first.scheduled_decode = decode_stats(&contexts);
         // An engine that drafts makes no jumps.
         run.tokens = run.sequences();
-        self.fpm_counter += u64::from(passes) - 1;
+        self.counts.fpm += u64::from(passes) - 1;
         self.counts.passes += u64::from(passes);
         passes
     }
@@ -439,7 +439,7 @@ impl Engine {
         let load = &mut self.planned.load;
         load.decode_context += u64::from(passes) * u64::from(load.decode_sequences);
         self.publish_run(run);
-        self.fpm_counter += u64::from(passes);
+        self.counts.fpm += u64::from(passes);
         self.counts.passes += u64::from(passes);
         passes
     }

@@ -328,7 +328,9 @@ impl Engine {
         };
         pipeline.landed += 1;
         let slots = flight.overtaken.iter();
-        self.overtaken.extend(slots.map(|&slot| (slot, 0)));
+        self.during_pass
+            .overtaken
+            .extend(slots.map(|&slot| (slot, 0)));
         Chunks {
             chunks: flight.chunks,
             at: 0,

@@ -244,7 +244,7 @@ impl Engine {
             sequence.last_flight = if delivers { last } else { 0 };
         } else if AHEAD && r.will_produce_token() && delivers {
             let drafts = r.computed + r.scheduled - r.len;
-            self.overtaken.push((r.slot, drafts));
+            self.during_pass.overtaken.push((r.slot, drafts));
         }
         self.leave_inputs(r.slot);
         self.counts.preemptions += 1;

@@ -5,11 +5,11 @@
 //! call-home of workers, engine threads and engines are the production code. Sockets, the discovery
 //! directory, the clock and the order in which threads run are simulated, so that a seed replays exactly.
 //!
-//! After every event an oracle checks the invariants of `world`; after the faults have healed everything has
+//! After every event an oracle checks the invariants of `oracle`; after the faults have healed everything has
 //! to finish and nothing may be left.
 //!
-//! * `plan`: what a seed draws. * `world`: runs a plan. * `net`: sockets. * `client`: requests, and
-//!   the check of their tokens. * `shrink`: the smallest plan that still fails.
+//! * `plan`: what a seed draws. * `world`: runs a plan, on the processes of `machines`. * `oracle`: the invariants.
+//!   `net`: sockets. `client`: requests, and the check of their tokens. * `shrink`: the smallest plan that still fails.
 //!
 //! The crate is empty without the feature `sim`.
 // Casts that could change a number go through `slipstream_base::width`.
@@ -28,7 +28,9 @@ pub mod client;
 pub mod cluster;
 pub mod command;
 mod dial;
+mod machines;
 pub mod net;
+mod oracle;
 pub mod outcome;
 pub mod plan;
 #[cfg(feature = "planted")]

@@ -1,54 +1,33 @@
-//! Runs a plan, and checks the invariants after every event:
-//!
-//! 1. Each choice of an accepted request ends exactly once, and its tokens are those of its seed, in order.
-//! 2. Blocks are conserved at each engine, and none is held without a stream. No more sequences are in an
-//!    engine than streams are open there. Credit does not exceed the grants.
-//! 3. Queues stay within their bounds.
-//! 4. A request without a token is not lost with its worker.
-//! 5. Nothing panics.
-//! 6. A process that keeps a connection to a shard does not dial it: it would be refused as connected already.
-//!
-//! Once faults have healed and clients are done:
-//!
-//! 7. Every request has ended: sent = finished + refused + cancelled + lost.
-//! 8. Nothing is left: no request, stream, byte of memory, block, or load of a router.
-//! 9. Connections are as the seats are, and every worker is ready on every frontend.
-//! 10. The index of cached blocks agrees with the engines.
-//! 11. A further request is answered.
+//! Runs a plan: the events of a schedule and the tasks of its processes, in virtual time and in an order of chance. The
+//! oracle checks its invariants after every event.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Once};
 use std::task::Poll;
 use std::time::Duration;
 
-use slipstream_base::width::{nanos, to_u8, to_u32, to_usize};
-use slipstream_base::{RankId, WorkerId};
+use slipstream_base::width::{nanos, to_usize};
 use slipstream_config::cluster::Cluster;
-use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
-use slipstream_engine::{Engine, OutputModel};
-use slipstream_frontend::sim::{ShardState, SimFrontend, SimShard};
-use slipstream_frontend::{KvNetwork, Limits, RemoteLimits, Roster, Service};
+use slipstream_engine::OutputModel;
 use slipstream_planes::clock::sim as clock;
-use slipstream_planes::discovery::{ProcessRecord, ProcessRole, SeatKey, SessionEvent};
+use slipstream_planes::discovery::SessionEvent;
 use slipstream_planes::link::Socket;
-use slipstream_planes::ring::PlaneLimits;
-use slipstream_router::{Fleets, Router};
-use slipstream_worker::sim::{Connect, Connecting, SimConfig, SimWorker};
-use slipstream_worker::{Backend, LiveTiming, WorkerSpec};
+use slipstream_worker::sim::{Connect, Connecting};
 use tokio::time::Instant;
 
 use crate::client::{self, Answers, Outcome};
 use crate::cluster::{Shared, cluster_of};
 use crate::dial::{Dial, DialHandle, Dialed, Dials};
+use crate::machines::{Frontend, Process, RunningFrontend, Site, start_worker};
 use crate::net::{Delivery, Net, Queue};
+use crate::oracle::View;
 use crate::outcome::{Failure, Stats};
-use crate::plan::{ClientPlan, FaultKind, HEAL_NS, Plan, Pools};
+use crate::plan::{ClientPlan, FaultKind, HEAL_NS, Plan};
 use crate::rng::Rng;
 use crate::tasks::{Driver, Group};
 
@@ -60,9 +39,6 @@ const PATIENCE_NS: u64 = 60_000_000_000;
 const LOOK_NS: u64 = 20_000_000;
 /// Turns without a passing of time that are taken for a livelock.
 const TURNS_MAX: u64 = 200_000;
-/// Fingerprint of the cluster.
-const FINGERPRINT: u64 = 7;
-const KEY: &str = "00112233445566778899aabbccddeeff";
 
 /// An event of the simulation.
 #[derive(Clone, Copy, Debug)]
@@ -89,37 +65,6 @@ impl From<Delivery> for Next {
     fn from(delivery: Delivery) -> Next {
         Next::Delivery(delivery)
     }
-}
-
-/// A worker process, or its absence.
-#[derive(Default)]
-struct Process {
-    up: Option<(SimWorker, Group)>,
-    instance: u64,
-    frozen_until: u64,
-    /// How far its clock is ahead, ns.
-    ahead_ns: u64,
-    leaving: bool,
-    /// A run of it was stopped: it then sent all tokens that waited, with credit or without.
-    stopped: bool,
-    /// Frontends whose records it has read, by instance.
-    known: BTreeSet<u64>,
-}
-
-/// A frontend, or its absence.
-struct Frontend {
-    up: Option<Running>,
-    instance: u64,
-    /// The record of the run before.
-    stale: Option<ProcessRecord>,
-}
-
-struct Running {
-    groups: Vec<Group>,
-    shards: Vec<SimShard>,
-    roster: Arc<Roster>,
-    fleets: Fleets,
-    record: ProcessRecord,
 }
 
 struct World<'a> {
@@ -241,13 +186,7 @@ impl<'a> World<'a> {
             rng: Rng::new(plan.seed ^ 0x006f_7264_6572),
             driver: Arc::default(),
             processes: (0..shape.processes).map(|_| Process::default()).collect(),
-            frontends: (0..shape.frontends)
-                .map(|_| Frontend {
-                    up: None,
-                    instance: 0,
-                    stale: None,
-                })
-                .collect(),
+            frontends: (0..shape.frontends).map(|_| Frontend::default()).collect(),
             dials: Dials::default(),
             connections: BTreeMap::new(),
             records: records.collect(),
@@ -263,6 +202,27 @@ impl<'a> World<'a> {
 
     fn note(&mut self, what: u64) {
         self.stats.digest = slipstream_base::mix::mix64(self.stats.digest ^ what);
+    }
+
+    fn site(&self) -> Site<'_> {
+        Site {
+            shape: &self.plan.shape,
+            seed: self.plan.seed,
+            cluster: &self.cluster,
+            answers: &self.answers,
+            driver: &self.driver,
+        }
+    }
+
+    fn view(&self) -> View<'_> {
+        View {
+            now: self.queue.now(),
+            shape: &self.plan.shape,
+            processes: &self.processes,
+            frontends: &self.frontends,
+            records: &self.records,
+            calm: self.calm,
+        }
     }
 
     // The main loop.
@@ -291,7 +251,7 @@ impl<'a> World<'a> {
         loop {
             let before = self.queue.now();
             if self.settle()? {
-                self.check_wake_ups()?;
+                self.view().check_wake_ups()?;
                 turns += 1;
                 if turns > TURNS_MAX {
                     return Err("livelock: tasks run without an end while no time passes".into());
@@ -321,7 +281,7 @@ impl<'a> World<'a> {
                         self.stats.virtual_ns = self.queue.now() - ORIGIN_NS;
                         return Ok(());
                     }
-                    self.check()?;
+                    self.view().check()?;
                 }
                 continue;
             }
@@ -441,7 +401,7 @@ impl<'a> World<'a> {
                         tracing::debug!(at_us = (now - ORIGIN_NS) / 1000, process = index, "round");
                         worker.round(now + ahead);
                     }
-                    self.check()?;
+                    self.view().check()?;
                 }
                 Turn::Shard(index, shard) => {
                     self.stats.polls += 1;
@@ -550,83 +510,9 @@ impl<'a> World<'a> {
     fn start_frontend(&mut self, index: usize) -> Result<(), String> {
         self.instances += 1;
         let instance = self.instances;
-        let shape = &self.plan.shape;
-        let cluster = &self.cluster;
-        let fleets = Fleets::of_cluster(cluster).map_err(|error| error.to_string())?;
-        let key = SeatKey::try_from(KEY.to_owned()).map_err(str::to_owned)?;
-        let name = format!("frontend-{index}");
-        let roster = Arc::new(Roster::new(
-            instance,
-            FINGERPRINT,
-            name.clone(),
-            fleets.clone(),
-            shape.worker_count(),
-            shape.shards,
-            key.bytes(),
-        ));
-        let limits = Limits {
-            streams_max: shape.streams_max,
-            client_streams_max: shape.streams_max,
-            write_timeout: Duration::from_secs(2),
-            request_timeout: (shape.request_timeout_ms > 0)
-                .then(|| Duration::from_millis(shape.request_timeout_ms)),
-            ..Limits::default()
-        };
-        let service = Service {
-            max_model_len: shape.blocks * 16,
-            kv_blocks: shape.blocks,
-            limits,
-            seed: self.plan.seed,
-            ..Service::new("m", self.answers.text.clone(), fleets.clone())
-        };
-        let remote = RemoteLimits {
-            deadline: Duration::from_millis(shape.deadline_ms),
-            credit_bytes: shape.credit_bytes,
-            ..RemoteLimits::default()
-        };
-        let frontend = SimFrontend::new(service, roster.clone(), remote);
-        let rules = Rules::of_cluster(cluster);
-        let room = QueueRoom::default();
-        let network = fleets
-            .prefill
-            .is_some()
-            .then(|| Arc::new(KvNetwork::new(cluster, shape.shards)));
-        let mut groups = Vec::new();
-        let mut shards = Vec::new();
-        for shard in 0..shape.shards {
-            let router =
-                |fleet: &Arc<slipstream_router::Fleet>| Router::new(fleet.clone(), to_u32(shard));
-            let prefill = fleets.prefill.as_ref().map(router);
-            let dispatcher = Dispatcher::new(rules, router(&fleets.serve), prefill)
-                .with_queue_room(room.clone());
-            let group = Group::new(&self.driver);
-            let shard = frontend.shard(to_u8(shard), dispatcher, network.clone());
-            let run = shard.clone();
-            group.local.spawn_local(async move {
-                run.run().await;
-            });
-            groups.push(group);
-            shards.push(shard);
-        }
-        let record = ProcessRecord {
-            role: ProcessRole::Frontend,
-            instance,
-            name,
-            fingerprint: FINGERPRINT,
-            shards: (0..shape.shards)
-                .map(|shard| format!("{index} {shard} {instance}"))
-                .collect(),
-            workers: Vec::new(),
-            key: Some(key),
-        };
+        let up = RunningFrontend::start(index, instance, &self.site())?;
         self.frontends[index].instance = instance;
-        self.frontends[index].up = Some(Running {
-            groups,
-            shards,
-            roster,
-            fleets,
-            record,
-        });
+        self.frontends[index].up = Some(up);
         for process in 0..self.processes.len() {
             let at = self.queue.now() + self.rng.below(5_000_000);
             self.queue.push(at, Next::Appeared(process, index));
@@ -637,53 +523,8 @@ impl<'a> World<'a> {
     fn start_process(&mut self, index: usize) -> Result<(), String> {
         self.instances += 1;
         let instance = self.instances;
-        let shape = &self.plan.shape;
-        let config = SimConfig {
-            instance,
-            fingerprint: FINGERPRINT,
-            deadline: Duration::from_millis(shape.deadline_ms),
-            unsent_bytes_max: 64 << 20,
-            threads: shape.threads,
-            // One more than there are shards: a second dial of a shard is not held up by a lack of links.
-            links: shape.frontends * shape.shards + 1,
-            limits: PlaneLimits {
-                requests: shape.ring,
-                ..PlaneLimits::default()
-            },
-        };
-        let timing = LiveTiming {
-            waiting_max: shape.waiting_max,
-            ..LiveTiming::default()
-        };
-        let mut specs = Vec::new();
-        let mut worker = 0;
-        for pool in &self.cluster.pools {
-            for _ in 0..pool.workers {
-                let id = WorkerId(worker);
-                worker += 1;
-                if id.index() / shape.workers != index {
-                    continue;
-                }
-                let rank = RankId {
-                    worker: id,
-                    dp_rank: 0,
-                };
-                let read = |_: &Path| Err(io::ErrorKind::NotFound.into());
-                let model = &self.cluster.model.shape;
-                let step = slipstream_engine::timing::build(&pool.engine, model, read)
-                    .map_err(|error| error.to_string())?;
-                let output = self.answers.output.clone();
-                let engine = Engine::new(rank, &pool.engine, step, output)
-                    .map_err(|error| error.to_string())?;
-                specs.push(WorkerSpec {
-                    worker: id,
-                    ranks: vec![Box::new(engine) as Box<dyn Backend>],
-                    startup_s: pool.engine.startup_s,
-                });
-            }
-        }
         let (dials, queue) = (self.dials.clone(), self.queue.clone());
-        let latency = shape.latency_ns;
+        let latency = self.plan.shape.latency_ns;
         let connect: Connect = Rc::new(move |address: &str| -> Connecting {
             let done = Rc::<RefCell<Dialed>>::default();
             let mut dials = dials.borrow_mut();
@@ -701,14 +542,12 @@ impl<'a> World<'a> {
             self.queue.now() + self.processes[index].ahead_ns,
             100 + index as u64,
         )));
-        let started = SimWorker::start(&config, specs, &timing, connect);
+        let started = start_worker(index, instance, &self.site(), connect);
         clock::set(Some((self.queue.now(), 1)));
-        let (worker, task) = started.map_err(|error| error.to_string())?;
-        let group = Group::new(&self.driver);
-        group.local.spawn_local(task);
+        let up = started?;
         let process = &mut self.processes[index];
         process.instance = instance;
-        process.up = Some((worker, group));
+        process.up = Some(up);
         process.leaving = false;
         process.known.clear();
         for frontend in 0..self.frontends.len() {
@@ -939,111 +778,10 @@ impl<'a> World<'a> {
         }
     }
 
-    // The oracle.
-
-    /// After every event.
-    /// No task sleeps while there is something for it: else a later ping or frame would hide a lost wake-up.
-    fn check_wake_ups(&self) -> Result<(), String> {
-        let now = self.queue.now();
-        for (index, process) in self.processes.iter().enumerate() {
-            let Some((worker, _)) = process.up.as_ref().filter(|_| process.frozen_until <= now)
-            else {
-                continue;
-            };
-            let bytes = worker.kv_waiting();
-            if bytes > 0 {
-                return Err(format!(
-                    "process {index}: no connection was woken for {bytes} bytes of KV deltas"
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    fn check(&self) -> Result<(), String> {
-        let shape = &self.plan.shape;
-        for (index, process) in self.processes.iter().enumerate() {
-            if let Some((worker, _)) = &process.up {
-                let credit = shape.credit_bytes / 4;
-                worker
-                    .check(credit)
-                    .map_err(|what| format!("process {index}: {what}"))?;
-            }
-        }
-        let streams_max = match shape.pools {
-            Pools::Whole => u64::from(shape.streams_max),
-            _ => 2 * u64::from(shape.streams_max),
-        };
-        for frontend in self.frontends.iter().filter_map(|f| f.up.as_ref()) {
-            let mut queued = 0;
-            for shard in &frontend.shards {
-                if let Err((stream, worker)) = shard.check()
-                    && !self.processes[worker.index() / shape.workers].stopped
-                {
-                    return Err(format!(
-                        "{stream:?} got more tokens of {worker} than it has credit for"
-                    ));
-                }
-                let (open, waits, streams) = shard.sizes();
-                queued += waits;
-                if streams > streams_max {
-                    return Err(format!("{streams} streams, and {streams_max} are allowed"));
-                }
-                if open > streams {
-                    return Err(format!("{open} requests have {streams} streams"));
-                }
-            }
-            if queued > shape.queue_max {
-                return Err(format!("{queued} requests wait, of {}", shape.queue_max));
-            }
-        }
-        for (index, record) in self.records.iter().enumerate() {
-            let record = record.borrow();
-            if let Some(wrong) = &record.wrong {
-                return Err(format!("client {index}: {wrong}"));
-            }
-            if record.outcomes.len() > 1 {
-                return Err(format!("client {index} ends twice: {:?}", record.outcomes));
-            }
-            self.judge(index, &record)?;
-        }
-        Ok(())
-    }
-
-    /// Whether a request may end as it did.
-    fn judge(&self, index: usize, record: &client::Record) -> Result<(), String> {
-        let Some(outcome) = record.outcomes.first() else {
-            return Ok(());
-        };
-        let unfit = |why: &str| Err(format!("client {index} ends as {outcome:?}: {why}"));
-        match outcome {
-            Outcome::Refused(error) if !matches!(error.status, 429 | 502 | 503 | 504) => {
-                unfit("its request is valid")
-            }
-            Outcome::Refused(_) | Outcome::Lost(_)
-                if self.calm && self.plan.shape.is_ample() && self.is_past_start(record) =>
-            {
-                unfit("nothing has failed, and there is room")
-            }
-            Outcome::Lost(error) if error.starts_with("worker_lost") && record.is_empty() => {
-                if record.plan.pause_ms == 0 && record.plan.stream {
-                    return unfit("no token of it had come, so that another worker could take it");
-                }
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn is_past_start(&self, record: &client::Record) -> bool {
-        // Workers connect and start up first.
-        record.plan.at_ns > 2 * self.plan.shape.startup_ms * 1_000_000 + 50_000_000
-    }
-
     /// Looks whether everything is done. Returns whether the schedule is over.
     fn look(&mut self) -> Result<bool, String> {
         let now = self.queue.now();
-        let quiet = self.is_quiet();
+        let quiet = self.view().is_quiet();
         match (quiet, self.probes) {
             (Ok(()), None) => {
                 // A further request on each shard.
@@ -1083,7 +821,7 @@ impl<'a> World<'a> {
                         ));
                     }
                 }
-                self.check_totals()?;
+                self.view().check_totals()?;
                 self.count();
                 return Ok(true);
             }
@@ -1095,131 +833,6 @@ impl<'a> World<'a> {
         }
         self.queue.push(now + LOOK_NS, Next::Look);
         Ok(false)
-    }
-
-    /// Whether every request has ended, and nothing is left.
-    fn is_quiet(&self) -> Result<(), String> {
-        for (index, record) in self.records.iter().enumerate() {
-            let record = record.borrow();
-            if record.outcomes.is_empty() {
-                return Err(format!("client {index} has no end: {:?}", record.choices));
-            }
-        }
-        let mut caches = Vec::new();
-        for (index, process) in self.processes.iter().enumerate() {
-            let Some((worker, _)) = &process.up else {
-                return Err(format!("process {index} is down"));
-            };
-            if process.leaving || !worker.is_ready() {
-                return Err(format!("process {index} is not ready"));
-            }
-            let held = worker.check(u32::MAX)?;
-            if (
-                held.live,
-                held.held,
-                held.used_blocks,
-                held.running + held.waiting,
-            ) != (0, 0, 0, 0)
-            {
-                return Err(format!("process {index} holds {held:?}"));
-            }
-            let links = (self.plan.shape.frontends * self.plan.shape.shards) as u64;
-            if worker.open_links() != links {
-                return Err(format!("process {index} has {} links", worker.open_links()));
-            }
-            caches.extend(worker.caches());
-        }
-        for (index, frontend) in self.frontends.iter().enumerate() {
-            let Some(up) = &frontend.up else {
-                return Err(format!("frontend {index} is down"));
-            };
-            let mut seats = 0;
-            for shard in &up.shards {
-                let state = shard.state();
-                let left = ShardState {
-                    open: state.open,
-                    queued: state.queued,
-                    streams: state.streams,
-                    streams_open: state.streams_open,
-                    memory: state.memory,
-                    ..ShardState::default()
-                };
-                if left != ShardState::default() {
-                    return Err(format!("frontend {index} holds {left:?}"));
-                }
-                if state.seated.len() != self.plan.shape.worker_count() {
-                    return Err(format!("frontend {index} has {:?}", state.seated));
-                }
-                seats += self.plan.shape.processes as u64;
-            }
-            let totals = up.roster.totals();
-            if totals.open != seats {
-                return Err(format!(
-                    "frontend {index}: {} of {seats} connections",
-                    totals.open
-                ));
-            }
-            for fleet in up.fleets.each() {
-                for load in fleet.loads() {
-                    let rank = load.rank;
-                    if !load.ready {
-                        return Err(format!("frontend {index}: {rank} is not ready"));
-                    }
-                    if (load.requests, load.prefill_tokens, load.active_blocks) != (0, 0, 0) {
-                        return Err(format!("frontend {index}: load of {rank}: {load:?}"));
-                    }
-                    if !fleet.reads_cache() {
-                        continue;
-                    }
-                    let cached = caches
-                        .iter()
-                        .find(|(of, _)| *of == rank)
-                        .map_or(0, |of| of.1);
-                    if !load.trusted || load.cached_blocks != cached {
-                        return Err(format!(
-                            "frontend {index}: the index has {} blocks of {rank}, trusted: {}, and \
-                             its engine {cached}",
-                            load.cached_blocks, load.trusted
-                        ));
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// If nothing failed and every request finished: no entry was sent to a stream that was gone, and each
-    /// shard has counted the tokens that its answers say were used.
-    fn check_totals(&self) -> Result<(), String> {
-        let finished =
-            |record: &Rc<RefCell<client::Record>>| record.borrow().outcomes == [Outcome::Finished];
-        if !self.calm || !self.records.iter().all(finished) {
-            return Ok(());
-        }
-        for (at, frontend) in self.frontends.iter().enumerate() {
-            let shards = frontend.up.iter().flat_map(|up| &up.shards);
-            for (shard, state) in shards.map(SimShard::state).enumerate() {
-                if (state.stale_entries, state.foreign_entries) != (0, 0) {
-                    return Err(format!("entries came too late: {state:?}"));
-                }
-                let mut used = [0; 3];
-                for record in &self.records {
-                    let record = record.borrow();
-                    if record.plan.to == (at, shard) {
-                        let usage = record.usage.ok_or("an answer without `usage`")?;
-                        used = [0, 1, 2].map(|of| used[of] + usage[of]);
-                    }
-                }
-                if state.tokens != used {
-                    return Err(format!(
-                        "frontend {at} shard {shard} has counted {:?} tokens of prompts, of caches and \
-                         of answers, and its answers say {used:?}",
-                        state.tokens
-                    ));
-                }
-            }
-        }
-        Ok(())
     }
 
     fn count(&mut self) {

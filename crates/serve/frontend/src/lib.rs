@@ -51,14 +51,14 @@ pub mod upstream;
 
 pub mod server;
 
-pub use door::access::{AccessCollector, AccessLog, AccessTarget, Flusher};
+pub use door::access::{AccessLog, AccessTarget, Flusher};
 pub use door::faults::Faults;
 pub use door::limits::Limits;
 pub use door::management::{Management, NameError};
 pub use door::metrics::FrontendTotals;
-pub use door::otlp::{SpanCollector, SpanExporter, SpanFlusher};
-pub use door::service::{ApiKeys, KeyCollector, Origins, Service};
-pub use door::{exposition, families, shadow};
+pub use door::otlp::{SpanExporter, SpanFlusher};
+pub use door::service::{ApiKeys, Origins, Service};
+pub use door::shadow;
 pub use server::plane::{ShardPlane, WorkerTransport};
 #[cfg(feature = "sim")]
 pub use server::sim;

@@ -14,11 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use rustix::fs::OFlags;
 use serde::Serialize;
+use slipstream_metrics::{Collector, Family};
 
 use crate::door::outbox::{Handed, Outbox};
 use crate::door::trace_context::Span;
@@ -237,8 +235,8 @@ impl AccessLog {
     }
 
     /// Counts of its lines.
-    pub fn collector(&self) -> AccessCollector {
-        AccessCollector(self.counts.clone())
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.counts.clone(), Arc::clone, FAMILIES)
     }
 }
 
@@ -436,38 +434,21 @@ pub(crate) fn unix_now() -> Duration {
     since.unwrap_or_default()
 }
 
-/// Encodes the counts of an access log.
-#[derive(Debug)]
-pub struct AccessCollector(Arc<Counts>);
-
-impl Collector for AccessCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counts = &self.0;
-        encoder
-            .encode_descriptor(
-                "slipstream_access_log_lines",
-                "Lines of the access log that were written",
-                None,
-                MetricType::Counter,
-            )?
-            .encode_counter::<NoLabelSet, u64, f64>(&counts.written.load(Relaxed), None)?;
-        let mut family = encoder.encode_descriptor(
-            "slipstream_access_log_dropped",
-            "Lines of the access log that were dropped",
-            None,
-            MetricType::Counter,
-        )?;
-        for (reason, count) in [
-            ("queue", counts.handed.crowded()),
-            ("write", counts.failed.load(Relaxed)),
-        ] {
-            family
-                .encode_family(&[("reason", reason)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
-        }
-        Ok(())
-    }
-}
+const FAMILIES: &[Family<Arc<Counts>>] = &[
+    Family::total(
+        "slipstream_access_log_lines",
+        "Lines of the access log that were written",
+        |of| of.written.load(Relaxed),
+    ),
+    Family::counter(
+        "slipstream_access_log_dropped",
+        "Lines of the access log that were dropped",
+        |of, samples| {
+            samples.add(&[("reason", "queue")], of.handed.crowded());
+            samples.add(&[("reason", "write")], of.failed.load(Relaxed));
+        },
+    ),
+];
 
 #[cfg(test)]
 mod tests {

@@ -16,9 +16,9 @@ use slipstream_base::width::to_usize;
 use crate::door::body::{AnswerBody, HttpBody};
 use crate::door::budget::Charge;
 use crate::door::connection::Client;
-use crate::door::exposition::Format;
 use crate::door::shard::Shard;
 use crate::openai::ApiError;
+use slipstream_metrics::Format;
 
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const X_SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");

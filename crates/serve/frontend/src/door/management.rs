@@ -14,10 +14,9 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use prometheus_client::encoding::DescriptorEncoder;
-use prometheus_client::metrics::MetricType;
 use slipstream_base::BlockHash;
 use slipstream_base::sync::unpoisoned;
+use slipstream_metrics::Samples;
 use tokio::sync::Notify;
 
 use crate::door::clock::now_unix_s;
@@ -267,31 +266,27 @@ impl Management {
         true
     }
 
-    /// Encodes the state of sleep and of adapters under vLLM's names, with the `labels` of its metrics.
-    pub(crate) fn encode(
-        &self,
-        encoder: &mut DescriptorEncoder<'_>,
-        labels: &[(&'static str, String)],
-    ) -> fmt::Result {
-        let asleep = self.asleep.load(Relaxed);
-        let help = "1 for the state in which the engines are: awake, or asleep by a level";
-        let name = "vllm:engine_sleep_state";
-        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        let level = asleep >> LEVEL;
+    /// Adds the states of sleep, with `labels`: 1 for that in which the engines are.
+    pub(crate) fn sleep_states(&self, labels: &[(&str, &str)], samples: &mut Samples<'_>) {
+        let level = self.asleep.load(Relaxed) >> LEVEL;
         for (state, holds) in [
             ("awake", !self.is_sleeping()),
             ("weights_offloaded", level == 1),
             ("discard_all", level == 2),
         ] {
             let mut labels = labels.to_vec();
-            labels.push(("sleep_state", state.to_owned()));
-            family
-                .encode_family(&labels)?
-                .encode_gauge(&u32::from(holds))?;
+            labels.push(("sleep_state", state));
+            samples.add_integer(&labels, holds.into());
         }
-        if self.has_adapters.load(Relaxed) == 0 && !self.served {
-            return Ok(());
-        }
+    }
+
+    /// Whether there may be adapters, or ever were some.
+    pub(crate) fn shows_adapters(&self) -> bool {
+        self.has_adapters.load(Relaxed) != 0 || self.served
+    }
+
+    /// Adds the names of adapters with open requests.
+    pub(crate) fn open_adapters(&self, samples: &mut Samples<'_>) {
         let adapters = self.adapters();
         let names = |count: fn(&Adapter) -> &AtomicU64| {
             let used = adapters
@@ -300,22 +295,18 @@ impl Management {
             let names: Vec<&str> = used.map(|adapter| adapter.name.as_str()).collect();
             names.join(",")
         };
-        let help = "Adapters with open requests; the value is the time of the scrape, Unix time, s";
-        let name = "vllm:lora_requests_info";
-        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        family
-            .encode_family(&[
-                ("max_lora", ADAPTERS_MAX.to_string()),
-                (
-                    "waiting_lora_adapters",
-                    names(|adapter| &adapter.open.waiting),
-                ),
-                (
-                    "running_lora_adapters",
-                    names(|adapter| &adapter.open.running),
-                ),
-            ])?
-            .encode_gauge(&(now_unix_s() as f64))
+        let labels = [
+            ("max_lora", &*ADAPTERS_MAX.to_string()),
+            (
+                "waiting_lora_adapters",
+                &names(|adapter| &adapter.open.waiting),
+            ),
+            (
+                "running_lora_adapters",
+                &names(|adapter| &adapter.open.running),
+            ),
+        ];
+        samples.add_real(&labels, now_unix_s() as f64);
     }
 }
 

@@ -7,8 +7,6 @@ pub(crate) mod body;
 pub(crate) mod budget;
 pub(crate) mod clock;
 pub(crate) mod connection;
-pub mod exposition;
-pub mod families;
 pub(crate) mod faults;
 pub(crate) mod helpers;
 pub(crate) mod http;

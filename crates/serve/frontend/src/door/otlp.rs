@@ -18,13 +18,11 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use hyper::Method;
 use hyper::header::RETRY_AFTER;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use serde_json::{Value, json};
 use slipstream_base::text::foreign;
 use slipstream_base::width::nanos;
 use slipstream_config::cluster::EngineUrl;
+use slipstream_metrics::{Collector, Family};
 
 use crate::door::access::{AnswerEnd, Entry};
 use crate::door::outbox::{Handed, Outbox};
@@ -115,8 +113,8 @@ impl SpanExporter {
     }
 
     /// Counts of its spans.
-    pub fn collector(&self) -> SpanCollector {
-        SpanCollector(self.counts.clone())
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.counts.clone(), Arc::clone, FAMILIES)
     }
 }
 
@@ -517,40 +515,23 @@ fn span_json(entry: &Entry) -> Option<Value> {
     Some(span)
 }
 
-/// Encodes the counts of an exporter.
-#[derive(Debug)]
-pub struct SpanCollector(Arc<Counts>);
-
-impl Collector for SpanCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counts = &self.0;
-        encoder
-            .encode_descriptor(
-                "slipstream_trace_spans_exported",
-                "Spans that the collector took",
-                None,
-                MetricType::Counter,
-            )?
-            .encode_counter::<NoLabelSet, u64, f64>(&counts.exported.load(Relaxed), None)?;
-        let mut family = encoder.encode_descriptor(
-            "slipstream_trace_spans_dropped",
-            "Spans that were dropped",
-            None,
-            MetricType::Counter,
-        )?;
-        for (reason, count) in [
-            ("queue", counts.handed.crowded()),
-            ("send", counts.failed.load(Relaxed)),
-            ("rejected", counts.rejected.load(Relaxed)),
-            ("shutdown", counts.unsent.load(Relaxed)),
-        ] {
-            family
-                .encode_family(&[("reason", reason)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
-        }
-        Ok(())
-    }
-}
+const FAMILIES: &[Family<Arc<Counts>>] = &[
+    Family::total(
+        "slipstream_trace_spans_exported",
+        "Spans that the collector took",
+        |of| of.exported.load(Relaxed),
+    ),
+    Family::counter(
+        "slipstream_trace_spans_dropped",
+        "Spans that were dropped",
+        |of, samples| {
+            samples.add(&[("reason", "queue")], of.handed.crowded());
+            samples.add(&[("reason", "send")], of.failed.load(Relaxed));
+            samples.add(&[("reason", "rejected")], of.rejected.load(Relaxed));
+            samples.add(&[("reason", "shutdown")], of.unsent.load(Relaxed));
+        },
+    ),
+];
 
 #[cfg(test)]
 mod tests {

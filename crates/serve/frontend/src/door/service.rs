@@ -1,15 +1,12 @@
 //! The service of all shards: one model behind one fleet.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use slipstream_base::BlockHash;
+use slipstream_metrics::{Collector, Family};
 use slipstream_recorder::RecorderHandle;
 use slipstream_router::Fleets;
 use subtle::ConstantTimeEq;
@@ -223,8 +220,14 @@ impl ApiKeys {
     }
 
     /// Counts of the keys, by name.
-    pub fn collector(&self) -> KeyCollector {
-        KeyCollector(self.clone())
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.clone(), ApiKeys::clone, KEY_FAMILIES)
+    }
+
+    fn used(&self) -> impl Iterator<Item = &KeyUse> {
+        let keys = self.0.all.iter();
+        keys.filter_map(|(_, client)| client.key.as_ref())
+            .filter(|key| key.asked.load(Relaxed) > 0)
     }
 
     /// Whether a request with this `Authorization` header may pass.
@@ -294,47 +297,29 @@ fn options<'a>(words: impl Iterator<Item = &'a str>) -> Result<(Option<String>, 
     Ok((name, rates))
 }
 
-/// Encodes the counts of API keys that were used.
-pub struct KeyCollector(ApiKeys);
-
-impl fmt::Debug for KeyCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "KeyCollector({} keys)", self.0.0.all.len())
-    }
-}
-
-impl Collector for KeyCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let all = || {
-            let each = self.0.0.all.iter();
-            each.filter_map(|(_, client)| client.key.as_ref())
-                .filter(|key| key.asked.load(Relaxed) > 0)
-        };
-        let help = "Requests of an API key that costs something, also those that were refused";
-        let mut family = encoder.encode_descriptor(
-            "slipstream_key_requests",
-            help,
-            None,
-            MetricType::Counter,
-        )?;
-        for key in all() {
-            family
-                .encode_family(&[("key", &*key.name)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&key.asked.load(Relaxed), None)?;
-        }
-        let help = "Requests of an API key that were refused because of its rate";
-        let mut family =
-            encoder.encode_descriptor("slipstream_key_limited", help, None, MetricType::Counter)?;
-        for key in all() {
-            for (rate, count) in ["requests", "tokens"].iter().zip(&key.limited) {
-                family
-                    .encode_family(&[("key", &*key.name), ("rate", *rate)])?
-                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+/// Counts of API keys that were used.
+const KEY_FAMILIES: &[Family<ApiKeys>] = &[
+    Family::counter(
+        "slipstream_key_requests",
+        "Requests of an API key that costs something, also those that were refused",
+        |of, samples| {
+            for key in of.used() {
+                samples.add(&[("key", &key.name)], key.asked.load(Relaxed));
             }
-        }
-        Ok(())
-    }
-}
+        },
+    ),
+    Family::counter(
+        "slipstream_key_limited",
+        "Requests of an API key that were refused because of its rate",
+        |of, samples| {
+            for key in of.used() {
+                for (rate, count) in ["requests", "tokens"].iter().zip(&key.limited) {
+                    samples.add(&[("key", &key.name), ("rate", rate)], count.load(Relaxed));
+                }
+            }
+        },
+    ),
+];
 
 /// The token of a header `Bearer TOKEN`. The scheme ignores case, and one or more spaces follow it (RFC 9110,
 /// sections 11.1 and 11.4).

@@ -3,8 +3,8 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use prometheus_client::registry::Registry;
 use slipstream_base::mix;
+use slipstream_metrics::Registry;
 use slipstream_planes::clock::monotonic_ns;
 
 use crate::door::budget::Budget;

@@ -26,8 +26,8 @@ use hyper::body::{Body, Incoming};
 use hyper::server::conn::{http1, http2};
 use hyper::service::{HttpService, service_fn};
 use hyper_util::rt::TokioTimer;
-use prometheus_client::registry::Registry;
 use slipstream_base::width::to_u8;
+use slipstream_metrics::Registry;
 use slipstream_planes::clock::monotonic_ns;
 use socket2::{SockFilter, SockRef};
 use tokio::net::{TcpListener, TcpStream};
@@ -41,7 +41,7 @@ use crate::door::io::ClientIo;
 use crate::door::limits::Limits;
 use crate::door::listen::{BACKLOG, Sharing};
 use crate::door::meter::Meter;
-use crate::door::metrics::{FrontendCollector, FrontendTotals, ShardMetrics, vllm_labels};
+use crate::door::metrics::{FrontendTotals, Page, ShardMetrics, vllm_labels};
 use crate::door::service::Service;
 use crate::door::shard::{LogPace, Shard, Shared};
 use crate::server::handle::handle;
@@ -132,13 +132,16 @@ impl Frontend {
             .map(|_| Arc::new(ShardMetrics::new()))
             .collect();
         let budget = Budget::new(service.limits);
-        registry.register_collector(Box::new(FrontendCollector {
+        let page = Page {
             shards: metrics.clone(),
             budget: budget.clone(),
             faults: service.faults.clone(),
             management: service.management.clone(),
             labels: vllm_labels(&service),
-        }));
+        };
+        for collector in page.collectors() {
+            registry.register_collector(collector);
+        }
         let answers = SharedAnswers {
             responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
             #[cfg(feature = "bench")]

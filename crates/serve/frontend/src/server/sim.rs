@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use hyper::body::Body;
-use prometheus_client::registry::Registry;
 use slipstream_base::{StageTimes, WorkerId};
 use slipstream_dispatch::Dispatcher;
+use slipstream_metrics::Registry;
 use slipstream_planes::StreamId;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::link::Socket;

@@ -60,8 +60,8 @@ fn page() -> Response<HttpBody> {
 
 fn figures(plane: &Plane, id: &str) -> Result<Response<HttpBody>, ApiError> {
     let shard = plane.shard();
-    let mut text = String::with_capacity(32 << 10);
-    prometheus_client::encoding::text::encode(&mut text, &shard.registry).map_err(|error| {
+    let page = slipstream_metrics::Format::OpenMetrics.page(&shard.registry);
+    let text = page.map_err(|error| {
         tracing::error!(%error, "metrics could not be encoded");
         ApiError::internal(id)
     })?;

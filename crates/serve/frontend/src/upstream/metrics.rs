@@ -1,44 +1,20 @@
 //! Metrics of engines for `/metrics`.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::DescriptorEncoder;
 use slipstream_base::Role;
 use slipstream_base::sync::lock;
+use slipstream_metrics::{Collector, Family, Samples};
 
 use super::counters::{BOUNDS_S, COPY_DROPS, COPY_OUTCOMES, Counters, PREFILL_OUTCOMES};
 use super::engines::{Engine, Engines};
 use super::retired::Row;
 use super::stored_answers::OUTCOMES;
-use crate::door::families::{self, Family, Samples};
 
-/// Encodes the counters of all engines.
-pub struct EngineCollector(
-    /// The engines.
-    pub Arc<Engines>,
-);
-
-impl fmt::Debug for EngineCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "EngineCollector({} engines)", self.0.count())
-    }
-}
-
-impl Collector for EngineCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let present: Vec<_> = self.0.each().into_iter().map(|of| (of.row(), of)).collect();
-        let mut rows = lock(&self.0.retired).rows();
-        rows.extend(present.iter().map(|(row, _)| row.clone()));
-        let scrape = Scrape {
-            engines: self.0.clone(),
-            rows,
-            present,
-        };
-        families::encode(PAGE, &scrape, &mut encoder)
-    }
+/// A collector of the counters of all `engines`.
+pub fn collector(engines: Arc<Engines>) -> Box<dyn Collector> {
+    slipstream_metrics::collector(engines, Scrape::of, PAGE)
 }
 
 /// The engines at one scrape.
@@ -51,6 +27,21 @@ struct Scrape {
 }
 
 impl Scrape {
+    fn of(engines: &Arc<Engines>) -> Scrape {
+        let present: Vec<_> = engines
+            .each()
+            .into_iter()
+            .map(|of| (of.row(), of))
+            .collect();
+        let mut rows = lock(&engines.retired).rows();
+        rows.extend(present.iter().map(|(row, _)| row.clone()));
+        Scrape {
+            engines: engines.clone(),
+            rows,
+            present,
+        }
+    }
+
     fn each(&self, samples: &mut Samples<'_>, of: fn(&Counters) -> &AtomicU64) {
         for row in &self.rows {
             samples.add(&[("engine", &row.url)], of(&row.counters).load(Relaxed));
@@ -84,15 +75,15 @@ fn add_labeled(
 
 /// The page, in its order.
 const PAGE: &[Family<Scrape>] = &[
-    Family::counter(
+    Family::total(
         "slipstream_engines_added",
         "Engines that joined after the start",
-        |of, samples| samples.add(&[], of.engines.added.load(Relaxed)),
+        |of: &Scrape| of.engines.added.load(Relaxed),
     ),
-    Family::counter(
+    Family::total(
         "slipstream_engines_removed",
         "Engines that left",
-        |of, samples| samples.add(&[], of.engines.removed.load(Relaxed)),
+        |of: &Scrape| of.engines.removed.load(Relaxed),
     ),
     Family::counter(
         "slipstream_engine_long_events",
@@ -178,10 +169,10 @@ const PAGE: &[Family<Scrape>] = &[
         },
     )
     .only_if(|of| of.engines.disaggregates()),
-    Family::counter(
+    Family::total(
         "slipstream_pool_fallbacks",
         "Requests that the pool of their weight failed, and that were sent to the others",
-        |of: &Scrape, samples| samples.add(&[], of.engines.traffic_counts.fallbacks.load(Relaxed)),
+        |of: &Scrape| of.engines.traffic_counts.fallbacks.load(Relaxed),
     )
     .only_if(|of| of.engines.is_weighted.load(Relaxed)),
     Family::counter(

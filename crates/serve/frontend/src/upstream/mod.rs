@@ -93,7 +93,7 @@ use slipstream_planes::clock::monotonic_ns;
 
 pub use engines::Engines;
 pub use members::{Member, MemberError};
-pub use metrics::EngineCollector;
+pub use metrics::collector;
 pub use spec::{EngineSpec, PoolSpec};
 
 pub(crate) use forward::handle;

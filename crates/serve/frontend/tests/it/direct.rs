@@ -82,7 +82,7 @@ fn stage(direct_writes: bool) -> Stage {
         ..Service::new("m", text(), fleets)
     };
     let bound = Bound::bind("127.0.0.1:0").unwrap();
-    let registry = prometheus_client::registry::Registry::default();
+    let registry = slipstream_metrics::Registry::default();
     let mut frontend = Frontend::start(bound, service, planes, registry).unwrap();
     frontend.open().unwrap();
     Stage {

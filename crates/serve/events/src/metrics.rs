@@ -2,31 +2,30 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
+use slipstream_metrics::{Family, Samples};
 
 use crate::publisher::Shared;
 
-/// Encodes the counters of an [`EventPlane`](crate::EventPlane).
-pub struct EventsCollector(pub(crate) Arc<Shared>);
+/// Counters of an [`EventPlane`](crate::EventPlane).
+#[derive(Clone)]
+pub struct EventCounts(pub(crate) Arc<Shared>);
 
-impl fmt::Debug for EventsCollector {
+impl fmt::Debug for EventCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("EventsCollector")
+        write!(f, "EventCounts({:?})", self.queues())
     }
 }
 
-impl EventsCollector {
+impl EventCounts {
     /// Events added to the queues, and dropped there: of forward-pass metrics, then of KV events.
     pub fn queues(&self) -> [(u64, u64); 2] {
         let mut sums = [(0, 0); 2];
         for queue in &self.0.queues {
             for (sum, lane) in sums.iter_mut().zip([&queue.fpm, &queue.kv]) {
-                sum.0 += lane.counters.queued.load(Ordering::Relaxed);
-                sum.1 += lane.counters.dropped.load(Ordering::Relaxed);
+                sum.0 += lane.counters.queued.load(Relaxed);
+                sum.1 += lane.counters.dropped.load(Relaxed);
             }
         }
         sums
@@ -36,104 +35,79 @@ impl EventsCollector {
     pub fn bus(&self) -> &crate::bus::BusCounters {
         &self.0.counters
     }
-}
 
-impl Collector for EventsCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let [fpm, kv] = self.queues();
-        let by_kind = [
-            (
-                "slipstream_events_queued",
-                "Events that engine threads published",
-                fpm.0,
-                kv.0,
-            ),
-            (
-                "slipstream_events_dropped",
-                "Events dropped, oldest first, because the bus was too slow",
-                fpm.1,
-                kv.1,
-            ),
-        ];
-        for (name, help, fpm, kv) in by_kind {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (kind, value) in [("fpm", fpm), ("kv", kv)] {
-                family
-                    .encode_family(&[("kind", kind)])?
-                    .encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
-            }
+    fn by_kind(&self, samples: &mut Samples<'_>, of: fn((u64, u64)) -> u64) {
+        for (kind, queue) in ["fpm", "kv"].into_iter().zip(self.queues()) {
+            samples.add(&[("kind", kind)], of(queue));
         }
-        let bus = self.bus();
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let counters = [
-            (
-                "slipstream_events_sent_fpm",
-                "Forward-pass metrics passed to the bus",
-                &bus.fpm_sent,
-            ),
-            (
-                "slipstream_events_sent_kv",
-                "KV batches passed to the bus",
-                &bus.kv_sent,
-            ),
-            (
-                "slipstream_events_sent_bytes",
-                "Bytes of forward-pass metrics and KV batches",
-                &bus.bytes_sent,
-            ),
-            (
-                "slipstream_events_subscriber_dropped",
-                "Events dropped for subscribers that read too slowly",
-                &bus.subscriber_dropped,
-            ),
-            (
-                "slipstream_events_refused",
-                "Events that the bus rejected",
-                &bus.refused,
-            ),
-            (
-                "slipstream_events_disconnects",
-                "Connections lost",
-                &bus.disconnects,
-            ),
-            (
-                "slipstream_events_bad_peers",
-                "Peers disconnected for protocol errors",
-                &bus.bad_peers,
-            ),
-            (
-                "slipstream_events_accept_errors",
-                "Connections not accepted",
-                &bus.accept_errors,
-            ),
-            (
-                "slipstream_events_replays",
-                "Requests for past KV events",
-                &bus.replays,
-            ),
-            (
-                "slipstream_events_replayed",
-                "Past KV batches sent",
-                &bus.replayed,
-            ),
-            (
-                "slipstream_events_bad_replays",
-                "Malformed requests for past KV events",
-                &bus.bad_replays,
-            ),
-        ];
-        for (name, help, counter) in counters {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_counter::<NoLabelSet, u64, f64>(&load(counter), None)?;
-        }
-        encoder
-            .encode_descriptor(
-                "slipstream_events_subscribers",
-                "Connected subscribers; NATS: whether the server is connected",
-                None,
-                MetricType::Gauge,
-            )?
-            .encode_gauge(&(load(&bus.subscribers) as f64))
     }
 }
+
+pub(crate) const FAMILIES: &[Family<EventCounts>] = &[
+    Family::counter(
+        "slipstream_events_queued",
+        "Events that engine threads published",
+        |of, samples| of.by_kind(samples, |(queued, _)| queued),
+    ),
+    Family::counter(
+        "slipstream_events_dropped",
+        "Events dropped, oldest first, because the bus was too slow",
+        |of, samples| of.by_kind(samples, |(_, dropped)| dropped),
+    ),
+    Family::total(
+        "slipstream_events_sent_fpm",
+        "Forward-pass metrics passed to the bus",
+        |of| of.bus().fpm_sent.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_sent_kv",
+        "KV batches passed to the bus",
+        |of| of.bus().kv_sent.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_sent_bytes",
+        "Bytes of forward-pass metrics and KV batches",
+        |of| of.bus().bytes_sent.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_subscriber_dropped",
+        "Events dropped for subscribers that read too slowly",
+        |of| of.bus().subscriber_dropped.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_refused",
+        "Events that the bus rejected",
+        |of| of.bus().refused.load(Relaxed),
+    ),
+    Family::total("slipstream_events_disconnects", "Connections lost", |of| {
+        of.bus().disconnects.load(Relaxed)
+    }),
+    Family::total(
+        "slipstream_events_bad_peers",
+        "Peers disconnected for protocol errors",
+        |of| of.bus().bad_peers.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_accept_errors",
+        "Connections not accepted",
+        |of| of.bus().accept_errors.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_events_replays",
+        "Requests for past KV events",
+        |of| of.bus().replays.load(Relaxed),
+    ),
+    Family::total("slipstream_events_replayed", "Past KV batches sent", |of| {
+        of.bus().replayed.load(Relaxed)
+    }),
+    Family::total(
+        "slipstream_events_bad_replays",
+        "Malformed requests for past KV events",
+        |of| of.bus().bad_replays.load(Relaxed),
+    ),
+    Family::gauge(
+        "slipstream_events_subscribers",
+        "Connected subscribers; NATS: whether the server is connected",
+        |of, samples| samples.add(&[], of.bus().subscribers.load(Relaxed)),
+    ),
+];

@@ -19,8 +19,10 @@ use crate::batch::{RankTopics, ThreadQueue, Topic};
 use crate::bus::{Bus, BusCounters, Hub, HubBus, add};
 use crate::fpm::{FpmMessage, write_fpm};
 use crate::kv::KvChanges;
+use crate::metrics::{EventCounts, FAMILIES};
 use crate::nats::{NatsBus, NatsError};
 use crate::zmq::{BindError, Listeners, ZmqAddresses, ZmqBus};
+use slipstream_metrics::Collector;
 
 /// Time for the bus to send the rest at shutdown.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -217,9 +219,14 @@ impl EventPlane {
         &self.hub
     }
 
+    /// Its counters.
+    pub fn counts(&self) -> EventCounts {
+        EventCounts(Arc::clone(&self.shared))
+    }
+
     /// Its metrics for `/metrics`.
-    pub fn collector(&self) -> crate::metrics::EventsCollector {
-        crate::metrics::EventsCollector(Arc::clone(&self.shared))
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.counts(), EventCounts::clone, FAMILIES)
     }
 
     /// Sets the function that requests a snapshot of a rank's cache after its KV events were
@@ -236,7 +243,7 @@ impl EventPlane {
         {
             tracing::error!("the event thread died; events were lost");
         }
-        let [(_, fpm), (_, kv)] = self.collector().queues();
+        let [(_, fpm), (_, kv)] = self.counts().queues();
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.shared.counters;
         let (subscribers, refused) = (load(&counters.subscriber_dropped), load(&counters.refused));

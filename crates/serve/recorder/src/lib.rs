@@ -28,7 +28,6 @@
 )]
 #![forbid(unsafe_code)]
 
-use std::fmt;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
@@ -40,11 +39,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use slipstream_base::BlockHash;
 use slipstream_base::width::nanos;
+use slipstream_metrics::{Collector, Family};
 
 /// Version of the format, in the first line of each file.
 pub const FORMAT: u64 = 1;
@@ -128,47 +125,32 @@ pub struct RecorderCounters {
     pub deleted_files: AtomicU64,
 }
 
-/// Shows the counters on `/metrics`.
-#[derive(Debug)]
-pub struct RecorderCollector(pub Arc<RecorderCounters>);
-
-impl Collector for RecorderCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counters = &self.0;
-        for (name, help, counter) in [
-            (
-                "slipstream_record_written",
-                "Requests recorded",
-                &counters.written,
-            ),
-            (
-                "slipstream_record_dropped",
-                "Requests not recorded because the queue was full",
-                &counters.dropped,
-            ),
-            (
-                "slipstream_record_failed",
-                "Requests not recorded because a file could not be written",
-                &counters.failed,
-            ),
-            (
-                "slipstream_record_unanswered",
-                "Requests without an answer token, which are not recorded",
-                &counters.unanswered,
-            ),
-            (
-                "slipstream_record_deleted_files",
-                "Files of the record deleted beyond its limit",
-                &counters.deleted_files,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_counter::<NoLabelSet, u64, f64>(&counter.load(Ordering::Relaxed), None)?;
-        }
-        Ok(())
-    }
-}
+/// The counters on `/metrics`.
+const FAMILIES: &[Family<Arc<RecorderCounters>>] = &[
+    Family::total("slipstream_record_written", "Requests recorded", |of| {
+        of.written.load(Ordering::Relaxed)
+    }),
+    Family::total(
+        "slipstream_record_dropped",
+        "Requests not recorded because the queue was full",
+        |of| of.dropped.load(Ordering::Relaxed),
+    ),
+    Family::total(
+        "slipstream_record_failed",
+        "Requests not recorded because a file could not be written",
+        |of| of.failed.load(Ordering::Relaxed),
+    ),
+    Family::total(
+        "slipstream_record_unanswered",
+        "Requests without an answer token, which are not recorded",
+        |of| of.unanswered.load(Ordering::Relaxed),
+    ),
+    Family::total(
+        "slipstream_record_deleted_files",
+        "Files of the record deleted beyond its limit",
+        |of| of.deleted_files.load(Ordering::Relaxed),
+    ),
+];
 
 /// Records requests until it is closed or dropped.
 #[derive(Debug)]
@@ -212,8 +194,8 @@ impl Recorder {
     }
 
     /// The counters as metrics.
-    pub fn collector(&self) -> RecorderCollector {
-        RecorderCollector(Arc::clone(&self.handle.counters))
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(Arc::clone(&self.handle.counters), Arc::clone, FAMILIES)
     }
 
     /// Writes and syncs earlier requests. Later requests count as dropped.

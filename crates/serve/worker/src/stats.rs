@@ -29,18 +29,12 @@ pub struct RankStats {
     pub prefix_query_tokens: Count,
     /// Those found (counter).
     pub prefix_hit_tokens: Count,
-    /// Prompt tokens looked up in host memory (counter).
-    pub host_query_tokens: Count,
-    /// Those found (counter).
-    pub host_hit_tokens: Count,
+    /// Host memory, if prompts are looked up there.
+    pub host: HostCounts,
     /// Preemptions (counter).
     pub preemptions: Count,
-    /// Drafts that were verified (counter).
-    pub drafts: Count,
-    /// Tokens of those drafts (counter).
-    pub draft_tokens: Count,
-    /// Those of them that were accepted (counter).
-    pub accepted_tokens: Count,
+    /// Speculative decoding, if the rank drafts tokens.
+    pub speculation: DraftCounts,
     /// Passes (counter).
     pub passes: Count,
     /// Those of them outside the table of step times (counter).
@@ -71,6 +65,26 @@ pub struct RankStats {
     pub resyncs: Count,
     /// Tokens per pass: computed ones of prompts, and generated ones.
     pub pass_tokens: PassTokens,
+}
+
+/// Look-ups in host memory. All counters.
+#[derive(Debug, Default)]
+pub struct HostCounts {
+    /// Prompt tokens looked up.
+    pub query_tokens: Count,
+    /// Those found.
+    pub hit_tokens: Count,
+}
+
+/// Drafts of a rank. All counters.
+#[derive(Debug, Default)]
+pub struct DraftCounts {
+    /// Drafts that were verified.
+    pub drafts: Count,
+    /// Their tokens.
+    pub tokens: Count,
+    /// Tokens that were accepted.
+    pub accepted: Count,
 }
 
 /// Upper bounds of the tokens of a pass: powers of two to 2^17.
@@ -116,13 +130,13 @@ impl RankStats {
         self.total_blocks.set(u64::from(stats.total_blocks));
         self.prefix_query_tokens.set(stats.prefix_query_tokens);
         self.prefix_hit_tokens.set(stats.prefix_hit_tokens);
-        self.host_query_tokens.set(stats.host_query_tokens);
-        self.host_hit_tokens.set(stats.host_hit_tokens);
+        self.host.query_tokens.set(stats.host_query_tokens);
+        self.host.hit_tokens.set(stats.host_hit_tokens);
         self.preemptions.set(stats.preemptions);
         if stats.drafts > 0 {
-            self.drafts.set(stats.drafts);
-            self.draft_tokens.set(stats.draft_tokens);
-            self.accepted_tokens.set(stats.accepted_tokens);
+            self.speculation.drafts.set(stats.drafts);
+            self.speculation.tokens.set(stats.draft_tokens);
+            self.speculation.accepted.set(stats.accepted_tokens);
         }
         self.passes.set(stats.passes);
         self.extrapolated_passes.set(stats.extrapolated_passes);

@@ -190,13 +190,13 @@ fn dropped_kv_events_ask_for_a_snapshot_of_their_rank() {
         asking.0.fetch_add(1, Ordering::Relaxed);
         asking.1.lock().unwrap().push(rank);
     });
-    let collector = plane.collector();
+    let counts = plane.counts();
     let mut at = 0;
     wait_until("a full queue", || {
         publisher.on_kv(&stores(1, at, 1000));
         publisher.flush();
         at += 1000;
-        collector.queues()[1].1 > 0
+        counts.queues()[1].1 > 0
     });
     wait_until("a request for a snapshot", || {
         publisher.flush(); // as an idle thread

@@ -99,7 +99,7 @@ fn events_arrive_under_their_subjects() {
                     1
                 );
             }
-            assert_eq!(plane.collector().bus().refused.load(Ordering::Relaxed), 0);
+            assert_eq!(plane.counts().bus().refused.load(Ordering::Relaxed), 0);
         }
     });
 }
@@ -115,8 +115,8 @@ fn a_server_that_goes_away_and_returns_costs_counted_drops_and_no_memory() {
         ..config(EventBus::Nats)
     };
     let (plane, mut publisher) = start(&config, false);
-    let collector = plane.collector();
-    let connected = || collector.bus().subscribers.load(Ordering::Relaxed) == 1;
+    let counts = plane.counts();
+    let connected = || counts.bus().subscribers.load(Ordering::Relaxed) == 1;
     wait_until("connected", connected);
     drop(server);
     wait_until("disconnected", || !connected());
@@ -128,10 +128,10 @@ fn a_server_that_goes_away_and_returns_costs_counted_drops_and_no_memory() {
             counter += 1;
         }
         publisher.flush();
-        collector.queues()[0].1 > 5000
+        counts.queues()[0].1 > 5000
     });
-    let [(queued, dropped), _] = collector.queues();
-    let sent = collector.bus().fpm_sent.load(Ordering::Relaxed);
+    let [(queued, dropped), _] = counts.queues();
+    let sent = counts.bus().fpm_sent.load(Ordering::Relaxed);
     let held = queued - dropped - sent;
     // 128 KiB of events of some 450 bytes, the client's 1,024, and the batch in hand.
     assert!(
@@ -157,7 +157,7 @@ fn a_server_that_goes_away_and_returns_costs_counted_drops_and_no_memory() {
             previous = Some(fpm.counter_id);
         }
     });
-    assert!(collector.bus().disconnects.load(Ordering::Relaxed) >= 1);
+    assert!(counts.bus().disconnects.load(Ordering::Relaxed) >= 1);
 }
 
 #[test]
@@ -171,11 +171,11 @@ fn a_server_that_never_comes_keeps_nobody_from_starting_and_stopping() {
         publisher.on_fpm(&pass(0, counter));
         publisher.flush();
     }
-    let collector = plane.collector();
+    let counts = plane.counts();
     drop(plane);
     // Every event is accounted for: dropped, given up, or passed to a client that is now closed.
-    let [(queued, dropped), _] = collector.queues();
-    let bus = collector.bus();
+    let [(queued, dropped), _] = counts.queues();
+    let bus = counts.bus();
     let sent = bus.fpm_sent.load(Ordering::Relaxed);
     let refused = bus.refused.load(Ordering::Relaxed);
     assert_eq!(queued, 10_000);

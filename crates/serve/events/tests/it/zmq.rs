@@ -107,8 +107,8 @@ fn kv_events_lie_at_a_port_a_rank_and_are_replayed_up_to_the_end_marker() {
         publisher.on_kv(&stores(1, 100 + n, 1));
     }
     publisher.flush();
-    let collector = plane.collector();
-    let sent = || collector.bus().kv_sent.load(Ordering::Relaxed);
+    let counts = plane.counts();
+    let sent = || counts.bus().kv_sent.load(Ordering::Relaxed);
     wait_until("40 batches sent", || sent() == 40);
     runtime().block_on(async {
         for (worker, first) in [(0, 0), (1, 100)] {
@@ -154,8 +154,8 @@ fn kv_events_lie_at_a_port_a_rank_and_are_replayed_up_to_the_end_marker() {
         dealer.send(request).await.unwrap();
         let message = in_time("the end marker", dealer.recv()).await.unwrap();
         assert_eq!(message.get(2).unwrap()[..], [0xff; 8]);
-        assert_eq!(collector.bus().bad_replays.load(Ordering::Relaxed), 1);
-        assert_eq!(collector.bus().replays.load(Ordering::Relaxed), 4);
+        assert_eq!(counts.bus().bad_replays.load(Ordering::Relaxed), 1);
+        assert_eq!(counts.bus().replays.load(Ordering::Relaxed), 4);
     });
 }
 
@@ -215,8 +215,8 @@ fn replay_forgets_the_oldest() {
         publisher.on_kv(&stores(0, n, 1));
     }
     publisher.flush();
-    let collector = plane.collector();
-    let sent = || collector.bus().kv_sent.load(Ordering::Relaxed);
+    let counts = plane.counts();
+    let sent = || counts.bus().kv_sent.load(Ordering::Relaxed);
     wait_until("10 batches sent", || sent() == 10);
     let address = endpoint(plane.addresses().replay[0]);
     let events = runtime().block_on(replay(&address, 0)).unwrap();
@@ -233,15 +233,15 @@ fn a_subscriber_that_never_reads_loses_the_oldest_and_holds_up_nobody() {
     };
     let (plane, mut publisher) = start(&config, false);
     let address = endpoint(plane.addresses().fpm.unwrap());
-    let collector = plane.collector();
-    let dropped = || collector.bus().subscriber_dropped.load(Ordering::Relaxed);
+    let counts = plane.counts();
+    let dropped = || counts.bus().subscriber_dropped.load(Ordering::Relaxed);
     runtime().block_on(async {
         let mut slow = ZmqSubscriber::connect(&address, "").await.unwrap();
         let (mut counter, first) = until_heard!(publisher, slow.recv());
         let first = FpmMessage::decode(&first.unwrap().payload)
             .unwrap()
             .counter_id;
-        let dropped_before = dropped() + collector.queues()[0].1;
+        let dropped_before = dropped() + counts.queues()[0].1;
         // Now it stops reading: kernel buffers fill, then ours.
         wait_until("events dropped for it", || {
             for _ in 0..100 {
@@ -267,7 +267,7 @@ fn a_subscriber_that_never_reads_loses_the_oldest_and_holds_up_nobody() {
             previous = fpm.counter_id;
             found += 1;
         }
-        let queue_dropped = collector.queues()[0].1;
+        let queue_dropped = counts.queues()[0].1;
         assert_eq!(
             lost,
             dropped() + queue_dropped - dropped_before,
@@ -281,8 +281,8 @@ fn a_subscriber_that_never_reads_loses_the_oldest_and_holds_up_nobody() {
 fn peers_that_do_not_speak_zeromq_are_cut_and_counted() {
     let (plane, mut publisher) = start(&config(EventBus::Zmq), false);
     let address = plane.addresses().fpm.unwrap();
-    let collector = plane.collector();
-    let bad = || collector.bus().bad_peers.load(Ordering::Relaxed);
+    let counts = plane.counts();
+    let bad = || counts.bus().bad_peers.load(Ordering::Relaxed);
     let read_to_end = |mut stream: TcpStream| {
         let mut rest = Vec::new();
         // Reset or closed: either way it is over.

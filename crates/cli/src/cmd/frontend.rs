@@ -4,13 +4,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use slipstream_config::cluster::Cluster;
-use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector, RosterCollector};
+use slipstream_fleet::metrics;
 use slipstream_fleet::{server, socket};
 use slipstream_frontend::{
     Frontend, PlaneSocket, RemoteLimits, Roster, ShardPlane, WorkerTransport,
 };
+use slipstream_metrics::Registry;
 use slipstream_planes::discovery::{
     self, ProcessRecord, ProcessRole, SeatKey, Session, SessionEvent,
 };
@@ -165,14 +165,8 @@ fn sockets(host: &str, shards: usize) -> anyhow::Result<Vec<PlaneSocket>> {
 /// Metrics of the workers and their fleets.
 fn registry(cluster: &Cluster, fleets: &Fleets, roster: &Arc<Roster>) -> Registry {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
-    registry.register_collector(Box::new(FleetCollector {
-        fleets: fleets.clone(),
-        engines: None,
-    }));
-    registry.register_collector(Box::new(RosterCollector {
-        roster: roster.clone(),
-        model: cluster.model.name.clone(),
-    }));
+    registry.register_collector(metrics::cache_config(cluster));
+    registry.register_collector(metrics::fleets(fleets.clone(), None));
+    registry.register_collector(metrics::roster(roster.clone(), &cluster.model.name));
     registry
 }

@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use slipstream_base::width::to_u16;
 use slipstream_base::{RankId, WorkerId};
 use slipstream_config::cluster::{Cluster, EngineConfig};
@@ -17,7 +16,7 @@ use slipstream_engine::{Engine, OutputModel};
 use slipstream_events::{EventPlane, EventPublisher};
 use slipstream_fleet::autoscale::{self, LiveAutoscale, RankRequests, Workers};
 use slipstream_fleet::kv_sink::FleetSink;
-use slipstream_fleet::metrics::{CacheConfigCollector, FleetCollector};
+use slipstream_fleet::metrics;
 use slipstream_fleet::reload::ClusterFile;
 use slipstream_fleet::router::{RouterOptions, RouterServer};
 use slipstream_fleet::server::{
@@ -27,6 +26,7 @@ use slipstream_fleet::server::{
 use slipstream_fleet::{access_log, server, socket, spans};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{Frontend, ShardPlane, WorkerTransport};
+use slipstream_metrics::Registry;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_recorder::Recorder;
 use slipstream_router::Fleets;
@@ -216,10 +216,10 @@ impl Live {
 
         let mut registry = registry(cluster, &set, &fleets);
         if let Some(events) = &events {
-            registry.register_collector(Box::new(events.collector()));
+            registry.register_collector(events.collector());
         }
         if let Some(autoscale) = &autoscale {
-            registry.register_collector(Box::new(autoscale.collector()));
+            registry.register_collector(autoscale.collector());
         }
         let mut service = service(cluster, text, fleets.clone())?;
         fit_files(&mut service, files, false);
@@ -295,15 +295,12 @@ fn sinks(
 /// Metrics of the workers and their fleets.
 fn registry(cluster: &Cluster, set: &WorkerSet, fleets: &Fleets) -> Registry {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(slipstream_worker::metrics::WorkerCollector::new(
+    registry.register_collector(slipstream_worker::metrics::collector(
         set,
         &cluster.model.name,
-    )));
-    registry.register_collector(Box::new(CacheConfigCollector::new(cluster)));
-    registry.register_collector(Box::new(FleetCollector {
-        fleets: fleets.clone(),
-        engines: None,
-    }));
+    ));
+    registry.register_collector(metrics::cache_config(cluster));
+    registry.register_collector(metrics::fleets(fleets.clone(), None));
     registry
 }
 

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use slipstream_base::WorkerId;
 use slipstream_base::text::counted;
 use slipstream_config::cluster::Cluster;
 use slipstream_events::EventPlane;
+use slipstream_metrics::Registry;
 use slipstream_planes::wire::SNAPSHOT_BLOCKS_MAX;
 use slipstream_planes::{EventSink, Plane, PlaneLimits};
 use slipstream_worker::callhome::{CallHome, CallHomeConfig, CallHomeEvents};
-use slipstream_worker::metrics::{CallHomeCollector, WorkerCollector};
+use slipstream_worker::metrics;
 use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
 
 use crate::cmd::cluster_args::ClusterArgs;
@@ -141,11 +141,10 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     let home = CallHome::start(config, &set, plane.shards, events)?;
     if let Some(listen) = &args.metrics {
         let mut registry = Registry::default();
-        let workers = WorkerCollector::new(&set, &cluster.model.name);
-        registry.register_collector(Box::new(workers));
-        registry.register_collector(Box::new(CallHomeCollector(home.stats().clone())));
+        registry.register_collector(metrics::collector(&set, &cluster.model.name));
+        registry.register_collector(metrics::call_home_collector(home.stats().clone()));
         if let Some(bus) = &bus {
-            registry.register_collector(Box::new(bus.collector()));
+            registry.register_collector(bus.collector());
         }
         let address = slipstream_fleet::metrics_page::serve(listen, registry)?;
         errln!("metrics at http://{address}/metrics");

@@ -442,7 +442,7 @@ impl Live {
         }];
         let bound = Bound::bind("127.0.0.1:0").unwrap();
         let service = service(cluster, fleets.clone());
-        let registry = prometheus_client::registry::Registry::default();
+        let registry = slipstream_metrics::Registry::default();
         let mut frontend = Frontend::start(bound, service, planes, registry).unwrap();
         frontend.open().unwrap();
         Live {

@@ -20,9 +20,6 @@ use hyper::Request;
 use hyper::client::conn::http1;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, USER_AGENT};
 use hyper_util::rt::TokioIo;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use serde_json::json;
 use slipstream_autoscale::{Desired, PoolSample, Scalers};
 use slipstream_base::sync::{lock, unpoisoned};
@@ -33,6 +30,7 @@ use slipstream_config::cluster::{
 };
 use slipstream_frontend::upstream::Engines;
 use slipstream_frontend::{Frontend, FrontendTotals};
+use slipstream_metrics::{Collector, Family};
 use slipstream_os::files;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
@@ -198,8 +196,8 @@ pub fn start(
 
 impl Prepared {
     /// Its metrics.
-    pub fn collector(&self) -> AutoscaleCollector {
-        AutoscaleCollector(self.published.clone())
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.published.clone(), Arc::clone, FAMILIES)
     }
 
     /// Starts the threads.
@@ -475,66 +473,48 @@ struct Published {
     webhook: OutputCounts,
 }
 
-/// Encodes the numbers of workers that are wanted, and counts of their outputs.
-#[derive(Debug)]
-pub struct AutoscaleCollector(Arc<Published>);
-
-impl Collector for AutoscaleCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let published = &self.0;
-        let mut family = encoder.encode_descriptor(
-            "slipstream_autoscale_desired_workers",
-            "Workers that a pool should have (`[autoscale]`)",
-            None,
-            MetricType::Gauge,
-        )?;
-        for pool in &published.pools {
-            let labels = [("pool", pool.name.as_str())];
-            family
-                .encode_family(&labels)?
-                .encode_gauge(&pool.desired.load(Relaxed))?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "slipstream_autoscale_decisions",
-            "Decisions about the number of workers of a pool",
-            None,
-            MetricType::Counter,
-        )?;
-        for pool in &published.pools {
-            let labels = [("pool", pool.name.as_str())];
-            family
-                .encode_family(&labels)?
-                .encode_counter::<NoLabelSet, u64, f64>(&pool.decisions.load(Relaxed), None)?;
-        }
-        let outputs = [("file", &published.file), ("webhook", &published.webhook)];
-        let mut family = encoder.encode_descriptor(
-            "slipstream_autoscale_outputs",
-            "Numbers for `live.autoscale.file` and `.webhook`, by outcome",
-            None,
-            MetricType::Counter,
-        )?;
-        for (output, counts) in outputs {
-            for (outcome, count) in [
-                ("delivered", &counts.delivered),
-                ("failed", &counts.failed),
-                ("replaced", &counts.replaced),
-            ] {
-                let labels = [("output", output), ("outcome", outcome)];
-                family
-                    .encode_family(&labels)?
-                    .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
+const FAMILIES: &[Family<Arc<Published>>] = &[
+    Family::gauge(
+        "slipstream_autoscale_desired_workers",
+        "Workers that a pool should have (`[autoscale]`)",
+        |of, samples| {
+            for pool in &of.pools {
+                let desired = pool.desired.load(Relaxed).cast_signed();
+                samples.add_integer(&[("pool", &pool.name)], desired);
             }
-        }
-        encoder
-            .encode_descriptor(
-                "slipstream_autoscale_webhook_retries",
-                "Further tries of a POST to `live.autoscale.webhook`",
-                None,
-                MetricType::Counter,
-            )?
-            .encode_counter::<NoLabelSet, u64, f64>(&published.webhook.retried.load(Relaxed), None)
-    }
-}
+        },
+    ),
+    Family::counter(
+        "slipstream_autoscale_decisions",
+        "Decisions about the number of workers of a pool",
+        |of, samples| {
+            for pool in &of.pools {
+                samples.add(&[("pool", &pool.name)], pool.decisions.load(Relaxed));
+            }
+        },
+    ),
+    Family::counter(
+        "slipstream_autoscale_outputs",
+        "Numbers for `live.autoscale.file` and `.webhook`, by outcome",
+        |of, samples| {
+            for (output, counts) in [("file", &of.file), ("webhook", &of.webhook)] {
+                for (outcome, count) in [
+                    ("delivered", &counts.delivered),
+                    ("failed", &counts.failed),
+                    ("replaced", &counts.replaced),
+                ] {
+                    let labels = [("output", output), ("outcome", outcome)];
+                    samples.add(&labels, count.load(Relaxed));
+                }
+            }
+        },
+    ),
+    Family::total(
+        "slipstream_autoscale_webhook_retries",
+        "Further tries of a POST to `live.autoscale.webhook`",
+        |of| of.webhook.retried.load(Relaxed),
+    ),
+];
 
 /// The newest document, for one thread that delivers it.
 #[derive(Default)]

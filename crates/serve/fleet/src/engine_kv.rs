@@ -2,21 +2,18 @@
 //! as long as it is a member of the fleet.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
 use slipstream_base::sync::lock;
 use slipstream_base::width::{to_u32, to_usize};
 use slipstream_base::{BlockHash, KvDelta, KvOp, RankId, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::upstream::{EngineSpec, Engines, Member};
 use slipstream_frontend::{openai::agreement, text::TextModel};
+use slipstream_metrics::{Collector, Family, Samples};
 use slipstream_planes::tls::ClientTls;
 use slipstream_probe::{
     AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ViewState,
@@ -623,8 +620,8 @@ pub struct Following {
 
 impl Following {
     /// Its counters, for `/metrics`.
-    pub fn collector(&self) -> KvCollector {
-        KvCollector(self.counters.clone())
+    pub fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.counters.clone(), |shown| lock(shown).clone(), FAMILIES)
     }
 }
 
@@ -645,113 +642,104 @@ impl Drop for Following {
     }
 }
 
-/// Encodes the counters of all followers.
-pub struct KvCollector(Shown);
+/// The followers' counters at one scrape, by engine: the gauges hold for an engine by their ranks.
+const FAMILIES: &[Family<ById>] = &[
+    Family::gauge(
+        "slipstream_engine_kv_connected",
+        "Whether its KV events are received",
+        |of, samples| all(of, samples, |rank| rank.connected.load(Relaxed).into()),
+    ),
+    Family::gauge(
+        "slipstream_engine_kv_unusable",
+        "Whether its hashes do not identify prefixes",
+        |of, samples| any(of, samples, |rank| rank.unusable.load(Relaxed).into()),
+    ),
+    Family::gauge(
+        "slipstream_engine_kv_guessed",
+        "Whether its cache is guessed because its KV events are unreadable",
+        |of, samples| any(of, samples, |rank| rank.useless.load(Relaxed).into()),
+    ),
+    Family::gauge(
+        "slipstream_engine_kv_blocks",
+        "The engine's blocks that are known",
+        |of, samples| sum(of, samples, |rank| rank.held_blocks.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_pauses",
+        "Pauses in reading its KV events, which took so long that other engines' events would have waited",
+        |of, samples| sum(of, samples, |rank| rank.pauses.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_paused_milliseconds",
+        "Time of these pauses, for which its cache was known late",
+        |of, samples| sum(of, samples, |rank| rank.paused_ms.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_batches",
+        "Batches of KV events applied",
+        |of, samples| sum(of, samples, |rank| rank.batches.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_gaps",
+        "Gaps in the sequence of its KV events",
+        |of, samples| sum(of, samples, |rank| rank.gaps.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_gaps_repaired",
+        "Gaps repaired by replay",
+        |of, samples| sum(of, samples, |rank| rank.repaired.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_unreadable",
+        "Batches that could not be decoded",
+        |of, samples| sum(of, samples, |rank| rank.unreadable.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_unreadable_events",
+        "KV events that could not be read or placed",
+        |of, samples| sum(of, samples, |rank| rank.unreadable_events.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_withheld_replays",
+        "Replays not requested because of their rate limit",
+        |of, samples| sum(of, samples, |rank| rank.withheld_replays.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_restarts",
+        "Times that the view began anew",
+        |of, samples| sum(of, samples, |rank| rank.restarts.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_skipped_blocks",
+        "Stored blocks that could not be placed",
+        |of, samples| sum(of, samples, |rank| rank.skipped_blocks.load(Relaxed)),
+    ),
+];
 
-impl fmt::Debug for KvCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("KvCollector")
-    }
+/// 1 if `is` is 1 of every rank. An engine that is not followed yet has 0.
+fn all(engines: &ById, samples: &mut Samples<'_>, is: fn(&KvCounters) -> u64) {
+    each(engines, samples, |ranks| {
+        ranks.iter().map(|rank| is(rank)).min().unwrap_or(0)
+    });
 }
 
-impl Collector for KvCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        type Of = fn(&KvCounters) -> u64;
-        let gauges: [(&str, &str, Of); 4] = [
-            ("kv_connected", "Whether its KV events are received", |c| {
-                c.connected.load(Relaxed).into()
-            }),
-            (
-                "kv_unusable",
-                "Whether its hashes do not identify prefixes",
-                |c| c.unusable.load(Relaxed).into(),
-            ),
-            (
-                "kv_guessed",
-                "Whether its cache is guessed because its KV events are unreadable",
-                |c| c.useless.load(Relaxed).into(),
-            ),
-            ("kv_blocks", "The engine's blocks that are known", |c| {
-                c.held_blocks.load(Relaxed)
-            }),
-        ];
-        let counters: [(&str, &str, Of); 10] = [
-            (
-                "kv_pauses",
-                "Pauses in reading its KV events, which took so long that other engines' events would have waited",
-                |c| c.pauses.load(Relaxed),
-            ),
-            (
-                "kv_paused_milliseconds",
-                "Time of these pauses, for which its cache was known late",
-                |c| c.paused_ms.load(Relaxed),
-            ),
-            ("kv_batches", "Batches of KV events applied", |c| {
-                c.batches.load(Relaxed)
-            }),
-            ("kv_gaps", "Gaps in the sequence of its KV events", |c| {
-                c.gaps.load(Relaxed)
-            }),
-            ("kv_gaps_repaired", "Gaps repaired by replay", |c| {
-                c.repaired.load(Relaxed)
-            }),
-            ("kv_unreadable", "Batches that could not be decoded", |c| {
-                c.unreadable.load(Relaxed)
-            }),
-            (
-                "kv_unreadable_events",
-                "KV events that could not be read or placed",
-                |c| c.unreadable_events.load(Relaxed),
-            ),
-            (
-                "kv_withheld_replays",
-                "Replays not requested because of their rate limit",
-                |c| c.withheld_replays.load(Relaxed),
-            ),
-            ("kv_restarts", "Times that the view began anew", |c| {
-                c.restarts.load(Relaxed)
-            }),
-            (
-                "kv_skipped_blocks",
-                "Stored blocks that could not be placed",
-                |c| c.skipped_blocks.load(Relaxed),
-            ),
-        ];
-        let shown = lock(&self.0).clone();
-        let each = || {
-            let all = shown.values();
-            all.map(|(url, ranks)| ([("engine", url.as_str())], ranks))
-        };
-        for (name, help, of) in gauges {
-            let name = format!("slipstream_engine_{name}");
-            let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Gauge)?;
-            for (labels, counters) in each() {
-                // All ranks must be connected, any may be unusable; an engine that is not followed yet has 0.
-                let of_ranks = counters.iter().map(|rank| of(rank));
-                let value = if name.ends_with("kv_connected") {
-                    of_ranks.min()
-                } else if name.ends_with("kv_unusable") || name.ends_with("kv_guessed") {
-                    of_ranks.max()
-                } else {
-                    Some(of_ranks.sum())
-                };
-                let value = value.unwrap_or(0) as f64;
-                family.encode_family(&labels)?.encode_gauge(&value)?;
-            }
-        }
-        for (name, help, of) in counters {
-            let name = format!("slipstream_engine_{name}");
-            let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
-            for (labels, counters) in each() {
-                family
-                    .encode_family(&labels)?
-                    .encode_counter::<NoLabelSet, u64, f64>(
-                        &counters.iter().map(|rank| of(rank)).sum(),
-                        None,
-                    )?;
-            }
-        }
-        Ok(())
+/// 1 if `is` is 1 of any rank.
+fn any(engines: &ById, samples: &mut Samples<'_>, is: fn(&KvCounters) -> u64) {
+    each(engines, samples, |ranks| {
+        ranks.iter().map(|rank| is(rank)).max().unwrap_or(0)
+    });
+}
+
+/// The sum of `of` over an engine's ranks.
+fn sum(engines: &ById, samples: &mut Samples<'_>, of: fn(&KvCounters) -> u64) {
+    each(engines, samples, |ranks| {
+        ranks.iter().map(|rank| of(rank)).sum()
+    });
+}
+
+fn each(engines: &ById, samples: &mut Samples<'_>, of: impl Fn(&[Arc<KvCounters>]) -> u64) {
+    for (url, ranks) in engines.values() {
+        samples.add(&[("engine", url)], of(ranks));
     }
 }
 

@@ -1,94 +1,67 @@
 //! Metrics of the router's fleet for `/metrics`.
 
-use std::fmt;
 use std::sync::Arc;
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::DescriptorEncoder;
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::Roster;
-use slipstream_frontend::families::{self, Family, Samples};
 use slipstream_frontend::roster::RosterTotals;
 use slipstream_frontend::upstream::{Engines, Member};
+use slipstream_metrics::{Collector, Family, Samples};
 use slipstream_planes::wire::RankLoad;
 use slipstream_router::{Counters, Fleets, Load};
 
-/// Encodes the engines' cache configuration under vLLM's name, which dashboards and `slipstream describe`
-/// read.
-#[derive(Debug)]
-pub struct CacheConfigCollector(Vec<Vec<(&'static str, String)>>);
-
-impl CacheConfigCollector {
-    /// Of the engines of `cluster`.
-    pub fn new(cluster: &Cluster) -> CacheConfigCollector {
-        let mut ranks = Vec::new();
-        for (worker, pool) in cluster.workers() {
-            let engine = &pool.engine;
-            // As Python prints it.
-            let caching = if engine.enable_prefix_caching {
-                "True"
-            } else {
-                "False"
-            };
-            for rank in 0..engine.data_parallel_size {
-                ranks.push(vec![
-                    ("worker", worker.to_string()),
-                    ("engine", rank.to_string()),
-                    ("block_size", engine.block_size.to_string()),
-                    ("num_gpu_blocks", engine.num_gpu_blocks.to_string()),
-                    ("cache_dtype", engine.kv_cache_dtype.name().to_owned()),
-                    ("enable_prefix_caching", caching.to_owned()),
-                    (
-                        "gpu_memory_utilization",
-                        engine.gpu_memory_utilization.to_string(),
-                    ),
-                ]);
-            }
+/// A collector of the cache configuration of the engines of `cluster` under vLLM's name, which dashboards and
+/// `slipstream describe` read.
+pub fn cache_config(cluster: &Cluster) -> Box<dyn Collector> {
+    let mut ranks = Vec::new();
+    for (worker, pool) in cluster.workers() {
+        let engine = &pool.engine;
+        // As Python prints it.
+        let caching = if engine.enable_prefix_caching {
+            "True"
+        } else {
+            "False"
+        };
+        for rank in 0..engine.data_parallel_size {
+            ranks.push(vec![
+                ("worker", worker.to_string()),
+                ("engine", rank.to_string()),
+                ("block_size", engine.block_size.to_string()),
+                ("num_gpu_blocks", engine.num_gpu_blocks.to_string()),
+                ("cache_dtype", engine.kv_cache_dtype.name().to_owned()),
+                ("enable_prefix_caching", caching.to_owned()),
+                (
+                    "gpu_memory_utilization",
+                    engine.gpu_memory_utilization.to_string(),
+                ),
+            ]);
         }
-        CacheConfigCollector(ranks)
     }
+    slipstream_metrics::collector(Arc::<[_]>::from(ranks), Arc::clone, CACHE_CONFIG)
 }
 
-impl Collector for CacheConfigCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        families::encode(CACHE_CONFIG, self, &mut encoder)
-    }
-}
+/// Labels of the ranks.
+type CacheConfigs = Arc<[Vec<(&'static str, String)>]>;
 
-const CACHE_CONFIG: &[Family<CacheConfigCollector>] = &[Family::gauge(
+const CACHE_CONFIG: &[Family<CacheConfigs>] = &[Family::gauge(
     "vllm:cache_config_info",
     "Configuration of the engines' KV caches",
     |of, samples| {
-        for labels in &of.0 {
+        for labels in &**of {
             let labels = labels.iter().map(|(name, value)| (*name, value.as_str()));
             samples.add(&labels.collect::<Vec<_>>(), 1);
         }
     },
 )];
 
-/// Encodes a frontend's state of worker processes.
-pub struct RosterCollector {
-    /// The worker processes.
-    pub roster: Arc<Roster>,
-    /// The served model, as vLLM's metrics name it.
-    pub model: String,
-}
-
-impl fmt::Debug for RosterCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RosterCollector({:?})", self.roster.totals())
-    }
-}
-
-impl Collector for RosterCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let workers = Workers {
-            totals: self.roster.totals(),
-            loads: self.roster.loads(),
-            model: self.model.clone(),
-        };
-        families::encode(WORKERS, &workers, &mut encoder)
-    }
+/// A collector of a frontend's worker processes. vLLM's metrics name `model`.
+pub fn roster(roster: Arc<Roster>, model: &str) -> Box<dyn Collector> {
+    let scrape = |(roster, model): &(Arc<Roster>, String)| Workers {
+        totals: roster.totals(),
+        loads: roster.loads(),
+        model: model.clone(),
+    };
+    slipstream_metrics::collector((roster, model.to_owned()), scrape, WORKERS)
 }
 
 /// The worker processes at one scrape.
@@ -171,35 +144,10 @@ const WORKERS: &[Family<Workers>] = &[
     ),
 ];
 
-/// Encodes loads by rank and the router's counters; a scrape reads atomics.
-pub struct FleetCollector {
-    /// The router's targets.
-    pub fleets: Fleets,
-    /// Real engines: workers that are none now are left out.
-    pub engines: Option<Arc<Engines>>,
-}
-
-impl fmt::Debug for FleetCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ranks: usize = self.fleets.each().map(|fleet| fleet.targets().len()).sum();
-        write!(f, "FleetCollector({ranks} ranks)")
-    }
-}
-
-impl Collector for FleetCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut loads: Vec<Load> = self.fleets.each().flat_map(|fleet| fleet.loads()).collect();
-        if let Some(engines) = &self.engines {
-            let members = engines.list();
-            loads.retain(|load| {
-                let is_it = |of: &Member| of.spec().worker == load.rank.worker;
-                members.iter().any(is_it)
-            });
-        }
-        loads.sort_unstable_by_key(|load| load.rank);
-        let counters = self.fleets.each().map(|fleet| fleet.counters()).collect();
-        families::encode(ROUTER, &Routing { loads, counters }, &mut encoder)
-    }
+/// A collector of loads by rank and the router's counters; a scrape reads atomics. Of real `engines`, workers that are
+/// none now are left out.
+pub fn fleets(fleets: Fleets, engines: Option<Arc<Engines>>) -> Box<dyn Collector> {
+    slipstream_metrics::collector((fleets, engines), Routing::of, ROUTER)
 }
 
 /// The router at one scrape.
@@ -210,6 +158,20 @@ struct Routing {
 }
 
 impl Routing {
+    fn of((fleets, engines): &(Fleets, Option<Arc<Engines>>)) -> Routing {
+        let mut loads: Vec<Load> = fleets.each().flat_map(|fleet| fleet.loads()).collect();
+        if let Some(engines) = engines {
+            let members = engines.list();
+            loads.retain(|load| {
+                let is_it = |of: &Member| of.spec().worker == load.rank.worker;
+                members.iter().any(is_it)
+            });
+        }
+        loads.sort_unstable_by_key(|load| load.rank);
+        let counters = fleets.each().map(|fleet| fleet.counters()).collect();
+        Routing { loads, counters }
+    }
+
     fn each(&self, samples: &mut Samples<'_>, of: fn(&Load) -> u64) {
         for load in &self.loads {
             let (worker, engine) = labels(load);

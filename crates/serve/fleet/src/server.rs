@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use slipstream_base::BlockHash;
 use slipstream_base::width::to_u32;
 use slipstream_config::cluster::{Cluster, EventBus};
 use slipstream_dispatch::{Dispatcher, QueueRoom, Rules};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::{ApiKeys, Faults, KvNetwork, Limits, Management, Origins, Service};
+use slipstream_metrics::Registry;
 use slipstream_os::{memory, secrets};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_recorder::{Recorder, RecorderOptions};
@@ -25,13 +25,13 @@ const API_KEYS_VARIABLE: &str = "SLIPSTREAM_API_KEYS";
 /// Registers the metrics of the parts of `service`.
 pub fn register(service: &Service, registry: &mut Registry) {
     if !service.api_keys.is_empty() {
-        registry.register_collector(Box::new(service.api_keys.collector()));
+        registry.register_collector(service.api_keys.collector());
     }
     if let Some(access) = &service.access {
-        registry.register_collector(Box::new(access.collector()));
+        registry.register_collector(access.collector());
     }
     if let Some(spans) = &service.spans {
-        registry.register_collector(Box::new(spans.collector()));
+        registry.register_collector(spans.collector());
     }
 }
 
@@ -61,7 +61,7 @@ pub fn record(
         ..defaults
     };
     let recorder = Recorder::start(recorder, monotonic_ns())?;
-    registry.register_collector(Box::new(recorder.collector()));
+    registry.register_collector(recorder.collector());
     service.recorder = Some(recorder.handle());
     Ok(recorder)
 }

@@ -8,7 +8,6 @@
 //! have ended. Each request goes to the engine that had it: the twin checks engines, not the router.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -16,15 +15,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
-use prometheus_client::metrics::MetricType;
-use slipstream_base::sync::unpoisoned;
+use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::text::counted;
 use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
 use slipstream_config::cluster::Cluster;
 use slipstream_frontend::shadow::{ShadowEvent, ShadowFeed, ShadowRequest};
+use slipstream_metrics::{Collector, Family, Samples};
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_workload::prompt::{self, Content, PromptSource, Segment};
 use slipstream_workload::{Images, Request};
@@ -158,8 +155,8 @@ impl Shadow {
     }
 
     /// Its figures, for `/metrics`.
-    pub(crate) fn collector(&self) -> ShadowCollector {
-        ShadowCollector(self.figures.clone())
+    pub(crate) fn collector(&self) -> Box<dyn Collector> {
+        slipstream_metrics::collector(self.figures.clone(), Scrape::of, FAMILIES)
     }
 }
 
@@ -550,124 +547,107 @@ fn follow(
     }
 }
 
-/// Encodes the figures.
-pub(crate) struct ShadowCollector(Arc<Figures>);
+/// The figures at one scrape.
+struct Scrape {
+    figures: Arc<Figures>,
+    engines: BTreeMap<Arc<str>, EngineFigures>,
+}
 
-impl fmt::Debug for ShadowCollector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ShadowCollector")
+impl Scrape {
+    fn of(figures: &Arc<Figures>) -> Scrape {
+        Scrape {
+            figures: figures.clone(),
+            engines: lock(&figures.engines).clone(),
+        }
+    }
+
+    /// The means of a quantity of [`QUANTITIES`], by its place there.
+    fn means(&self, samples: &mut Samples<'_>, quantity: usize) {
+        for (engine, of) in &self.engines {
+            if let Some((measured, predicted)) = of.means[quantity] {
+                samples.add_real(&[("engine", engine), ("side", "measured")], measured);
+                samples.add_real(&[("engine", engine), ("side", "predicted")], predicted);
+            }
+        }
     }
 }
 
-/// Names of the gauges of [`QUANTITIES`], and their help.
-const GAUGES: [(&str, &str); 4] = [
-    (
+const FAMILIES: &[Family<Scrape>] = &[
+    Family::gauge(
         "slipstream_shadow_ttft_mean_seconds",
         "Mean time to the first token over a minute, measured and predicted by the twin",
+        |of, samples| of.means(samples, 0),
     ),
-    (
+    Family::gauge(
         "slipstream_shadow_itl_mean_seconds",
         "Mean time between tokens over a minute, measured and predicted by the twin",
+        |of, samples| of.means(samples, 1),
     ),
-    (
+    Family::gauge(
         "slipstream_shadow_e2e_mean_seconds",
         "Mean time to the last token over a minute, measured and predicted by the twin",
+        |of, samples| of.means(samples, 2),
     ),
-    (
+    Family::gauge(
         "slipstream_shadow_hit_ratio",
         "Mean share of prompts that was cached over a minute, measured and predicted by the twin",
+        |of, samples| of.means(samples, 3),
+    ),
+    Family::gauge(
+        "slipstream_shadow_queue_mean_seconds",
+        "Mean time in the engine's queue over a minute, predicted by the twin",
+        |of, samples| {
+            for (engine, of) in &of.engines {
+                if let Some(value) = of.queued {
+                    samples.add_real(&[("engine", engine)], value);
+                }
+            }
+        },
+    ),
+    Family::gauge(
+        "slipstream_shadow_parted",
+        "Whether prediction and measurement differ by more than `--shadow-ratio`, or hits by 0.1",
+        |of, samples| {
+            let ratio = of.figures.ratio;
+            for (engine, of) in &of.engines {
+                for (at, quantity) in QUANTITIES.iter().enumerate() {
+                    if let Some(is_parted) = of.has_diverged(at, ratio) {
+                        samples.add(&[("engine", engine), ("of", quantity)], is_parted.into());
+                    }
+                }
+            }
+        },
+    ),
+    Family::gauge(
+        "slipstream_shadow_lag_seconds",
+        "How far the twin is behind the fleet: it waits for the ends of requests",
+        |of, samples| samples.add_real(&[], of.figures.lag_ns.load(Relaxed) as f64 / 1e9),
+    ),
+    Family::total(
+        "slipstream_shadow_requests",
+        "Requests that were compared with the twin's",
+        |of| of.figures.compared.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_shadow_dropped",
+        "Messages to the twin for which there was no room",
+        |of| of.figures.dropped.load(Relaxed),
+    ),
+    Family::total(
+        "slipstream_shadow_restarts",
+        "Times that the twin began anew because it could not keep up",
+        |of| of.figures.restarts.load(Relaxed),
+    ),
+    Family::counter(
+        "slipstream_shadow_skipped",
+        "Requests that the twin did not get, or refused",
+        |of, samples| {
+            for (why, count) in SKIPPED.iter().zip(&of.figures.skipped) {
+                samples.add(&[("reason", why)], count.load(Relaxed));
+            }
+        },
     ),
 ];
-
-impl Collector for ShadowCollector {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let figures = &*self.0;
-        let engines = figures.engines.lock();
-        let engines = unpoisoned(engines).clone();
-        for (quantity, (name, help)) in GAUGES.iter().enumerate() {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            for (engine, of) in &engines {
-                let Some((measured, predicted)) = of.means[quantity] else {
-                    continue;
-                };
-                for (side, value) in [("measured", measured), ("predicted", predicted)] {
-                    family
-                        .encode_family(&[("engine", &**engine), ("side", side)])?
-                        .encode_gauge(&value)?;
-                }
-            }
-        }
-        let mut queued = encoder.encode_descriptor(
-            "slipstream_shadow_queue_mean_seconds",
-            "Mean time in the engine's queue over a minute, predicted by the twin",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (engine, of) in &engines {
-            if let Some(value) = of.queued {
-                queued
-                    .encode_family(&[("engine", &**engine)])?
-                    .encode_gauge(&value)?;
-            }
-        }
-        let mut parted = encoder.encode_descriptor(
-            "slipstream_shadow_parted",
-            "Whether prediction and measurement differ by more than `--shadow-ratio`, or hits by 0.1",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (engine, of) in &engines {
-            for (at, quantity) in QUANTITIES.iter().enumerate() {
-                if let Some(is_parted) = of.has_diverged(at, figures.ratio) {
-                    parted
-                        .encode_family(&[("engine", &**engine), ("of", quantity)])?
-                        .encode_gauge(&f64::from(u8::from(is_parted)))?;
-                }
-            }
-        }
-        encoder
-            .encode_descriptor(
-                "slipstream_shadow_lag_seconds",
-                "How far the twin is behind the fleet: it waits for the ends of requests",
-                None,
-                MetricType::Gauge,
-            )?
-            .encode_gauge(&(figures.lag_ns.load(Relaxed) as f64 / 1e9))?;
-        for (name, help, count) in [
-            (
-                "slipstream_shadow_requests",
-                "Requests that were compared with the twin's",
-                &figures.compared,
-            ),
-            (
-                "slipstream_shadow_dropped",
-                "Messages to the twin for which there was no room",
-                &*figures.dropped,
-            ),
-            (
-                "slipstream_shadow_restarts",
-                "Times that the twin began anew because it could not keep up",
-                &figures.restarts,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
-        }
-        let mut skipped = encoder.encode_descriptor(
-            "slipstream_shadow_skipped",
-            "Requests that the twin did not get, or refused",
-            None,
-            MetricType::Counter,
-        )?;
-        for (why, count) in SKIPPED.iter().zip(&figures.skipped) {
-            skipped
-                .encode_family(&[("reason", *why)])?
-                .encode_counter::<NoLabelSet, u64, f64>(&count.load(Relaxed), None)?;
-        }
-        Ok(())
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -8,7 +8,7 @@ use slipstream_config::cluster::file;
 use slipstream_config::doc::Doc;
 use slipstream_config::preset;
 use slipstream_os::files;
-use slipstream_probe::{EngineFacts, Outcome};
+use slipstream_probe::{EngineFacts, Outcome, Parallel};
 
 /// A cluster file of `engines`: one pool for all that are alike. Each key is one that
 /// `slipstream simulate` accepts; the others, and unknown values, are comments.
@@ -233,28 +233,35 @@ impl Draft {
                 None => self.line(format!("# {key}: not reported")),
             }
         }
-        self.number(
-            "tensor_parallel_size",
-            facts.parallel.tensor.map(u64::from),
-            dev,
-        );
-        self.number(
-            "data_parallel_size",
-            facts.parallel.data.map(u64::from),
-            dev,
-        );
-        if let Some(stages @ 2..) = facts.parallel.pipeline {
+        self.parallel(&facts.parallel, dev);
+        if let Some(share) = facts.gpu_memory_utilization {
+            self.key("gpu_memory_utilization", &format!("{share:?}"), "");
+        }
+        self.cache_dtype(facts.kv_cache_dtype.as_deref());
+        self.features(name, facts);
+        if let Some(timing) = timing {
+            self.line(format!("\n{}", timing.trim_end()));
+            return;
+        }
+        self.line(format!("\n[pool.{name}.engine.timing]"));
+        self.weights(facts.quantization.as_deref().or(facts.dtype.as_deref()));
+    }
+
+    fn parallel(&mut self, of: &Parallel, dev: &str) {
+        self.number("tensor_parallel_size", of.tensor.map(u64::from), dev);
+        self.number("data_parallel_size", of.data.map(u64::from), dev);
+        if let Some(stages @ 2..) = of.pipeline {
             self.key("pipeline_parallel_size", &stages.to_string(), "");
         }
-        if let Some(size @ 2..) = facts.parallel.expert {
+        if let Some(size @ 2..) = of.expert {
             self.line(format!(
                 "# experts are spread over {size} GPUs; this is not modelled"
             ));
         }
-        if let Some(share) = facts.gpu_memory_utilization {
-            self.key("gpu_memory_utilization", &format!("{share:?}"), "");
-        }
-        match facts.kv_cache_dtype.as_deref() {
+    }
+
+    fn cache_dtype(&mut self, dtype: Option<&str>) {
+        match dtype {
             None => self.line("# kv_cache_dtype: not reported"),
             Some(dtype @ ("auto" | "bf16" | "fp8")) => {
                 self.key("kv_cache_dtype", &quoted(dtype), "");
@@ -268,18 +275,15 @@ impl Draft {
                 plain(dtype)
             )),
         }
-        self.features(name, facts);
-        if let Some(timing) = timing {
-            self.line(format!("\n{}", timing.trim_end()));
-            return;
-        }
-        self.line(format!("\n[pool.{name}.engine.timing]"));
+    }
+
+    /// What the times of steps depend on.
+    fn weights(&mut self, dtype: Option<&str>) {
         self.line(
             "# gpu: engines do not report theirs. Set it (slipstream presets); until then step times \
              are those of the default.",
         );
-        let weights = facts.quantization.as_deref().or(facts.dtype.as_deref());
-        match weights {
+        match dtype {
             None => self.line("# dtype: not reported"),
             Some("fp8") => self.key("dtype", "\"fp8\"", ""),
             Some("bfloat16" | "float16") => self.key("dtype", "\"bf16\"", ""),

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use slipstream_base::Role;
 use slipstream_base::text::counted;
 use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
-use slipstream_frontend::upstream::{EngineCollector, EngineSpec, Engines};
+use slipstream_frontend::upstream::{self, EngineSpec, Engines, PoolSpec};
 use slipstream_frontend::{Bound, Frontend, Service, ShardPlane, WorkerTransport};
+use slipstream_metrics::Registry;
 use slipstream_os::process;
 use slipstream_recorder::Recorder;
 use slipstream_router::{Fleet, Fleets};
@@ -22,7 +22,7 @@ use crate::autoscale::{self, LiveAutoscale, Workers};
 use crate::engine_kv::{self, Following};
 use crate::keys::{KeyFiles, read_key, read_tls};
 use crate::membership::{self, Membership};
-use crate::metrics::FleetCollector;
+use crate::metrics;
 use crate::reload::{self, ClusterFile, Reload};
 use crate::server::{
     Dispatching, RecordOptions, fit_files, record, register, service, shard_count, text_model,
@@ -95,43 +95,17 @@ impl RouterServer {
         let files = process::raise_open_files();
         let file = cluster;
         let cluster = &membership::resolved(file, note)?;
-        let keys = Arc::new(KeyFiles::default());
-        let key = |path: &Path| read_key(path, |path| keys.read_secret(path));
-        let tls = |tls: &EngineTls| read_tls(tls, |path| keys.read(path));
-        let (specs, pools) = EngineSpec::of_cluster(cluster, key, tls)?;
-        let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
-        let admin_key = admin_key.transpose()?;
-        let may_grow = options.file.is_some() || admin_key.is_some() || has_names(file);
-        let slots = slots(cluster, may_grow)?;
+        let listed = Listed::read(cluster, options.file.is_some() || has_names(file))?;
         let given = cluster.clone();
         let autoscale = autoscale::prepare(&given)?;
-        let (cluster, follows) = match engine_kv::learn(cluster, &specs)? {
-            Ok(sizes) => (sizes.cluster(cluster)?, true),
-            Err(why) => (as_routed(cluster, &why), false),
-        };
-        let cluster = with_slots(cluster, slots);
-        let guesses = |fleet: Fleet| if follows { fleet.with_guesses() } else { fleet };
-        let fleets = Fleets::of_cluster_with(&cluster, guesses)?;
-        let text = Arc::new(if follows {
-            text_model(&cluster, false)?
-        } else {
-            TextModel::builtin() // engines tokenize
-        });
-        let engines = Engines::new(specs, &cluster.upstream, fleets.clone());
-        engines.set_pools(pools);
-        let engines = Arc::new(with_settings(engines, &cluster, follows, admin_key));
-        let follow = || {
-            let (engines, fleets) = (engines.clone(), fleets.clone());
-            engine_kv::follow(
-                &cluster,
-                engines,
-                fleets,
-                text.clone(),
-                options.record.is_some(),
-            )
-        };
-        let events = follows.then(follow).transpose();
-        let events = events.context("following KV events")?;
+        let keys = listed.keys.clone();
+        let Connected {
+            cluster,
+            fleets,
+            text,
+            engines,
+            events,
+        } = listed.connect(cluster, options.record.is_some())?;
         let checks = health::start(engines.clone()).context("starting health checks")?;
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -142,12 +116,15 @@ impl RouterServer {
         if let Some(adjust) = options.adjust {
             adjust(&mut service);
         }
-        let mut registry = registry(&engines, &fleets);
-        if let Some(events) = &events {
-            registry.register_collector(Box::new(events.collector()));
-        }
-        if let Some(autoscale) = &autoscale {
-            registry.register_collector(Box::new(autoscale.collector()));
+        let mut registry = Registry::default();
+        registry.register_collector(upstream::collector(engines.clone()));
+        registry.register_collector(metrics::fleets(fleets.clone(), Some(engines.clone())));
+        let collectors = [
+            events.as_ref().map(Following::collector),
+            autoscale.as_ref().map(autoscale::Prepared::collector),
+        ];
+        for collector in collectors.into_iter().flatten() {
+            registry.register_collector(collector);
         }
         register(&service, &mut registry);
         let recorder = options
@@ -158,7 +135,7 @@ impl RouterServer {
         let shadow = options.shadow.map(start).transpose()?;
         if let Some(shadow) = &shadow {
             service.shadow = Some(shadow.feed());
-            registry.register_collector(Box::new(shadow.collector()));
+            registry.register_collector(shadow.collector());
         }
         let planes = (0..shards)
             .map(|shard| ShardPlane {
@@ -244,6 +221,78 @@ impl RouterServer {
     }
 }
 
+/// Engines as a cluster file lists them, with their keys.
+struct Listed {
+    specs: Vec<EngineSpec>,
+    pools: Vec<PoolSpec>,
+    admin_key: Option<String>,
+    /// Room for engines that come later.
+    slots: u32,
+    keys: Arc<KeyFiles>,
+}
+
+/// Engines in the fleets of a router.
+struct Connected {
+    /// The cluster with the sizes that the engines report.
+    cluster: Cluster,
+    fleets: Fleets,
+    text: Arc<TextModel>,
+    engines: Arc<Engines>,
+    events: Option<Following>,
+}
+
+impl Listed {
+    /// Reads the engines of `cluster`. `may_grow`: others may come without the admin API.
+    fn read(cluster: &Cluster, may_grow: bool) -> anyhow::Result<Listed> {
+        let keys = Arc::new(KeyFiles::default());
+        let key = |path: &Path| read_key(path, |path| keys.read_secret(path));
+        let tls = |tls: &EngineTls| read_tls(tls, |path| keys.read(path));
+        let (specs, pools) = EngineSpec::of_cluster(cluster, key, tls)?;
+        let admin_key = cluster.upstream.admin_key_file.as_deref().map(key);
+        let admin_key = admin_key.transpose()?;
+        let slots = slots(cluster, may_grow || admin_key.is_some())?;
+        Ok(Listed {
+            specs,
+            pools,
+            admin_key,
+            slots,
+            keys,
+        })
+    }
+
+    /// Asks the engines for their sizes, and follows their KV events if the router can use them.
+    fn connect(self, cluster: &Cluster, is_recorded: bool) -> anyhow::Result<Connected> {
+        let (cluster, follows) = match engine_kv::learn(cluster, &self.specs)? {
+            Ok(sizes) => (sizes.cluster(cluster)?, true),
+            Err(why) => (as_routed(cluster, &why), false),
+        };
+        let cluster = with_slots(cluster, self.slots);
+        let guesses = |fleet: Fleet| if follows { fleet.with_guesses() } else { fleet };
+        let fleets = Fleets::of_cluster_with(&cluster, guesses)?;
+        let text = Arc::new(if follows {
+            text_model(&cluster, false)?
+        } else {
+            TextModel::builtin() // engines tokenize
+        });
+        let engines = Engines::new(self.specs, &cluster.upstream, fleets.clone());
+        engines.set_pools(self.pools);
+        let engines = Arc::new(with_settings(engines, &cluster, follows, self.admin_key));
+        let follow = || {
+            let (engines, fleets) = (engines.clone(), fleets.clone());
+            engine_kv::follow(&cluster, engines, fleets, text.clone(), is_recorded)
+        };
+        let events = follows.then(follow).transpose();
+        let events = events.context("following KV events")?;
+        Ok(Connected {
+            cluster,
+            fleets,
+            text,
+            engines,
+            events,
+        })
+    }
+}
+
 /// Refuses what a cluster of real engines cannot have.
 fn check_settings(cluster: &Cluster) -> anyhow::Result<()> {
     anyhow::ensure!(
@@ -289,17 +338,6 @@ fn with_settings(
         engines = engines.with_own_keys();
     }
     engines
-}
-
-/// Metrics of engines and their fleets.
-fn registry(engines: &Arc<Engines>, fleets: &Fleets) -> Registry {
-    let mut registry = Registry::default();
-    registry.register_collector(Box::new(EngineCollector(engines.clone())));
-    registry.register_collector(Box::new(FleetCollector {
-        fleets: fleets.clone(),
-        engines: Some(engines.clone()),
-    }));
-    registry
 }
 
 /// `cluster` for a router that knows what it routed to engines, but not what they hold.

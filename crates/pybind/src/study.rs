@@ -87,7 +87,6 @@ fn parse<T: serde::de::DeserializeOwned>(json: &str) -> PyResult<T> {
 struct Answer {
     texts: Vec<(&'static str, Option<String>)>,
     notes: Vec<String>,
-    charts: Vec<(&'static str, String)>,
     columns: Option<Vec<Column>>,
     found: bool,
 }
@@ -290,11 +289,6 @@ impl Job {
         }
         all.set_item("notes", answer.notes)?;
         all.set_item("found", answer.found)?;
-        let charts = PyDict::new(py);
-        for (name, chart) in answer.charts {
-            charts.set_item(name, chart)?;
-        }
-        all.set_item("charts", charts)?;
         let table = answer.columns.map(Table::new).transpose()?;
         all.set_item("table", table.map(|table| Py::new(py, table)).transpose()?)?;
         Ok(Some(("done", all).into_pyobject(py)?.into_any()))
@@ -402,10 +396,6 @@ pub(crate) fn start_simulate(
                 ("page", Some(page)),
             ],
             notes,
-            charts: run::CHARTS
-                .iter()
-                .map(|&name| (name, run.chart(&outcome, name)))
-                .collect(),
             columns: requests.then_some(columns),
             found: true,
         })
@@ -502,7 +492,6 @@ pub(crate) fn start_sweep_finish(call: String, question: &str, rows: Vec<String>
             notes,
             columns: Some(answer.columns()),
             found: true,
-            ..Answer::default()
         })
     })
 }
@@ -561,7 +550,6 @@ pub(crate) fn start_predict(question: &str) -> PyResult<Job> {
             notes: [&answer.models[..], &answer.notes[..]].concat(),
             columns: Some(answer.columns()),
             found: true,
-            ..Answer::default()
         })
     })
 }

@@ -7,8 +7,7 @@ use slipstream_base::SimTime;
 use slipstream_config::cluster::Cluster;
 use slipstream_config::doc::Settings;
 use slipstream_config::workload_file::{Arrival, Workload};
-use slipstream_report::html::Page;
-use slipstream_report::html::run::{RunPage, cdf};
+use slipstream_report::html::run::RunPage;
 use slipstream_report::overload::Overload;
 use slipstream_report::run::{
     Autoscale, EngineCounts, GpuCost, ModelReport, ProcessCost, Resumed, SCHEMA, ScaleChange,
@@ -322,29 +321,6 @@ impl Run {
             ],
         }
         .render()
-    }
-}
-
-/// Latencies that a chart shows.
-pub const CHARTS: [&str; 4] = ["ttft", "itl", "tpot", "e2e"];
-
-impl Run {
-    /// A page with one chart: the share of requests (of gaps, for `itl`) whose latency was no longer. One of
-    /// [`CHARTS`]; an empty page for others, and for latencies that no request has.
-    pub fn chart(&self, outcome: &Outcome, latency: &str) -> String {
-        let all = outcome.totals.distributions();
-        let of = match latency {
-            "ttft" => Some(&all.ttft),
-            "itl" => Some(&all.itl),
-            "tpot" => Some(&all.tpot),
-            "e2e" => Some(&all.e2e),
-            _ => None,
-        };
-        let limit = self.slo.as_ref().and_then(|slo| slo.limit_ns(latency));
-        let marks = limit.map(|ns| (ns as f64 / 1e6, "objective".to_owned()));
-        let mut page = Page::new(&latency.to_uppercase(), &self.name);
-        page.charts(of.map(|of| cdf(&latency.to_uppercase(), of, marks.into_iter().collect())));
-        page.finish()
     }
 }
 

@@ -49,7 +49,6 @@ Benchmarks (docs/benchmarks.md)
   bench-idle-vm      the same with 50,000 connections, in a virtual machine
   bench-events       cost of publishing events on a loaded server
   bench-resume       instructions per streamed token, with streams that may continue elsewhere and without
-  bench-stages       effect of the fast path, reused buffers and unshared tables
   bench-peer         NVIDIA Dynamo 1.6.1 and Slipstream, one after the other
   bench-router       CPU and memory of routers in front of the same modelled engines
   bench-net          the packet network: ns per event, CPU and wall seconds, memory
@@ -116,7 +115,6 @@ bench-idle() { build && ./scripts/idle-connections.py "$binary"; }
 bench-idle-vm() { build && ./scripts/vm/idle.sh "$binary"; }
 bench-events() { build && ./scripts/bench-events.sh; }
 bench-resume() { ./scripts/resume-cost.sh; }
-bench-stages() { cargo build --release --locked --features bench && ./scripts/bench-stages.sh; }
 bench-peer() { build && ./scripts/bench-peer.sh; }
 bench-router() { build && ./scripts/bench-router.sh; }
 bench-net() { build && ./scripts/bench-net.sh "$binary"; }

@@ -23,13 +23,9 @@ pub(crate) fn start(
     cluster: &Cluster,
     specs: &[WorkerSpec],
     threads: usize,
-    fresh_buffers: bool,
 ) -> anyhow::Result<(Option<EventPlane>, Vec<EventPublisher>)> {
     let runs = |worker: WorkerId| specs.iter().any(|spec| spec.worker == worker);
-    let options = PlaneOptions {
-        fresh_buffers,
-        ..PlaneOptions::of_cluster(cluster, runs, threads)
-    };
+    let options = PlaneOptions::of_cluster(cluster, runs, threads);
     let (plane, publishers) = EventPlane::start(&cluster.live.events, &options)?.unzip();
     Ok((plane, publishers.unwrap_or_default()))
 }

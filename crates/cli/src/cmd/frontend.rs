@@ -20,7 +20,6 @@ use slipstream_router::Fleets;
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
 use crate::cmd::serve;
-use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Flags of `slipstream frontend`.
@@ -38,8 +37,6 @@ pub(crate) struct Args {
     plane_host: String,
     #[command(flatten)]
     record: serve::RecordArgs,
-    #[command(flatten)]
-    switches: Switches,
 }
 
 /// Serves until interrupted.
@@ -121,7 +118,6 @@ fn start(args: &Args, cluster: &Cluster) -> anyhow::Result<(Frontend, Session, O
         .map(|options| server::record(&options, &mut service, &mut registry));
     let recorder = recorder.transpose()?;
     let dispatching = server::Dispatching::new(cluster, fleets.clone(), shards);
-    args.switches.apply(&mut service);
     let planes = sockets
         .into_iter()
         .enumerate()

@@ -9,7 +9,6 @@ mod plane_args;
 mod price_args;
 mod progress;
 mod shadow;
-mod switches;
 mod watch;
 mod workload_args;
 

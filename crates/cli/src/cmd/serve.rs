@@ -36,7 +36,6 @@ use slipstream_worker::{
 
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::shadow::ShadowArgs;
-use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Flags of `slipstream serve`.
@@ -57,8 +56,6 @@ pub(crate) struct Args {
     record: RecordArgs,
     #[command(flatten)]
     shadow: ShadowArgs,
-    #[command(flatten)]
-    switches: Switches,
 }
 
 /// Where requests are recorded.
@@ -106,7 +103,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "`--shadow` follows real engines, and this cluster has modelled ones: `slipstream drag` compares those \
          with the twin"
     );
-    let live = Live::start(&cluster, args.switches, &args.record)?;
+    let live = Live::start(&cluster, &args.record)?;
     let workers: u32 = cluster.pools.iter().map(|pool| pool.workers).sum();
     errln!(
         "serving {} with {workers} modelled worker{}",
@@ -135,13 +132,11 @@ fn run_engines(
     args: &Args,
 ) -> anyhow::Result<ExitCode> {
     let bound = socket::bind(&cluster.live)?;
-    let switches = args.switches;
     let options = RouterOptions {
         file,
         record: args.record.options(),
         shadow: args.shadow.options()?,
         note: Some(|note| errln!("note: {note}")),
-        adjust: Some(Box::new(move |service| switches.apply(service))),
     };
     let router = RouterServer::start(cluster, bound, options)?;
     errln!("{}", router.summary());
@@ -163,7 +158,7 @@ struct Live {
 }
 
 impl Live {
-    fn start(cluster: &Cluster, switches: Switches, record: &RecordArgs) -> anyhow::Result<Live> {
+    fn start(cluster: &Cluster, record: &RecordArgs) -> anyhow::Result<Live> {
         let live = &cluster.live;
         // First, because it is the most frequent failure: another server on the port.
         let bound = socket::bind(live)?;
@@ -180,12 +175,10 @@ impl Live {
         let shards = shard_count(live.shards, cores);
         let plane = Plane::new(shards, threads, PlaneLimits::default());
         let resyncs: Arc<OnceLock<Resyncs>> = Arc::default();
-        let (events, publishers) =
-            super::events::start(cluster, &specs, threads, switches.fresh_buffers())?;
+        let (events, publishers) = super::events::start(cluster, &specs, threads)?;
         let sinks = sinks(threads, publishers, &fleets, &resyncs);
         let timing = LiveTiming {
             speedup: live.speedup,
-            fast_path: switches.fast_path(),
             ..LiveTiming::default()
         };
         let at_once = specs.iter().filter(|spec| spec.startup_s == 0.0).count();
@@ -229,7 +222,6 @@ impl Live {
             .map(|options| server::record(&options, &mut service, &mut registry));
         let recorder = recorder.transpose()?;
         let dispatching = Dispatching::new(cluster, fleets.clone(), shards);
-        switches.apply(&mut service);
         let planes = plane
             .shards
             .into_iter()

@@ -19,7 +19,6 @@ use slipstream_worker::{LiveTiming, ThreadStats, WorkerSet, engine_threads};
 use crate::cmd::cluster_args::ClusterArgs;
 use crate::cmd::plane_args::{PlaneArgs, fingerprint, instance, process_name};
 use crate::cmd::serve;
-use crate::cmd::switches::Switches;
 use crate::out;
 
 /// Flags of `slipstream worker`.
@@ -45,8 +44,6 @@ pub(crate) struct Args {
     /// Serve /metrics on this address; port 0 selects a free one [default: not at all]
     #[arg(long, value_name = "HOST:PORT")]
     metrics: Option<String>,
-    #[command(flatten)]
-    switches: Switches,
 }
 
 /// Runs until interrupted.
@@ -107,8 +104,7 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
     let threads = engine_threads(live.engine_threads, cores, specs.len());
     let plane = Plane::new(usize::from(args.links), threads, PlaneLimits::default());
     let events = CallHomeEvents::new();
-    let fresh_buffers = args.switches.fresh_buffers();
-    let (bus, publishers) = super::events::start(cluster, &specs, threads, fresh_buffers)?;
+    let (bus, publishers) = super::events::start(cluster, &specs, threads)?;
     for line in bus.iter().flat_map(super::events::addresses) {
         errln!("{line}");
     }
@@ -121,7 +117,6 @@ fn start(args: &Args, cluster: &Cluster, chosen: &[WorkerId]) -> anyhow::Result<
         .collect();
     let timing = LiveTiming {
         speedup: live.speedup,
-        fast_path: args.switches.fast_path(),
         ..LiveTiming::default()
     };
     let set = WorkerSet::start(specs, &timing, plane.threads, sinks, events.on_ready())?;

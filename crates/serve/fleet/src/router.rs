@@ -12,7 +12,7 @@ use slipstream_config::cluster::{Cluster, EngineTls, PoolConfig};
 use slipstream_frontend::text::TextModel;
 use slipstream_frontend::upstream::health::{self, HealthChecks};
 use slipstream_frontend::upstream::{self, EngineSpec, Engines, PoolSpec};
-use slipstream_frontend::{Bound, Frontend, Service, ShardPlane, WorkerTransport};
+use slipstream_frontend::{Bound, Frontend, ShardPlane, WorkerTransport};
 use slipstream_metrics::Registry;
 use slipstream_os::process;
 use slipstream_recorder::Recorder;
@@ -47,12 +47,7 @@ pub struct RouterOptions {
     pub shadow: Option<ShadowOptions>,
     /// Receives notes to the operator during the start, such as an engine that does not answer.
     pub note: Option<fn(&str)>,
-    /// Changes the service before it starts.
-    pub adjust: Option<Adjust>,
 }
-
-/// See [`RouterOptions::adjust`].
-pub type Adjust = Box<dyn FnOnce(&mut Service)>;
 
 /// A router in front of real engines: an OpenAI server on threads of its own, which chooses an engine for each request
 /// and follows the engines' health, caches and membership.
@@ -113,9 +108,6 @@ impl RouterServer {
         let dispatching = Dispatching::new(&cluster, fleets.clone(), shards);
         let mut service = service(&cluster, text, fleets.clone())?;
         fit_files(&mut service, files, true);
-        if let Some(adjust) = options.adjust {
-            adjust(&mut service);
-        }
         let mut registry = Registry::default();
         registry.register_collector(upstream::collector(engines.clone()));
         registry.register_collector(metrics::fleets(fleets.clone(), Some(engines.clone())));

@@ -132,8 +132,6 @@ pub fn service(cluster: &Cluster, text: Arc<TextModel>, fleets: Fleets) -> anyho
         created: std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.as_secs()),
-        #[cfg(feature = "bench")]
-        locked_table: false,
         direct_writes: true,
         seed,
     })

@@ -65,9 +65,6 @@ pub struct Service {
     pub trace_sample: f64,
     /// When the server started, Unix time, s.
     pub created: u64,
-    /// Locks all shards' stream tables by one mutex, to measure what it costs to share them.
-    #[cfg(feature = "bench")]
-    pub locked_table: bool,
     /// Shards write tokens to sockets themselves where they can. Off only to compare. Usually on.
     pub direct_writes: bool,
     /// Seed of what requests leave open: the content of answers without `seed`, request ids.
@@ -100,8 +97,6 @@ impl Service {
             spans: None,
             trace_sample: 0.0,
             created: 0,
-            #[cfg(feature = "bench")]
-            locked_table: false,
             direct_writes: true,
             seed: 1,
         }

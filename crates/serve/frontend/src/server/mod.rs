@@ -47,8 +47,6 @@ use crate::door::shard::{LogPace, Shard, Shared};
 use crate::server::handle::handle;
 use crate::server::plane::{Plane, ShardPlane};
 use crate::tokens::response_store::ResponseStore;
-use crate::tokens::table_lock::TableLock;
-use crate::tokens::workers::SharedAnswers;
 
 /// Sockets that may wait for a shard to take them. A shard that is this far behind is not helped by
 /// more.
@@ -142,13 +140,7 @@ impl Frontend {
         for collector in page.collectors() {
             registry.register_collector(collector);
         }
-        let answers = SharedAnswers {
-            responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
-            #[cfg(feature = "bench")]
-            table_lock: TableLock::new(service.locked_table),
-            #[cfg(not(feature = "bench"))]
-            table_lock: TableLock,
-        };
+        let answers = Arc::new(ResponseStore::new(service.limits.memory_max));
         let shared = Shared {
             service: Arc::new(service),
             registry: Arc::new(registry),

@@ -10,7 +10,8 @@ use tokio::task::JoinHandle;
 use crate::door::shard::Shard;
 use crate::tokens::kv_network::KvNetwork;
 use crate::tokens::remote::{RemotePlane, WorkerLinks};
-use crate::tokens::workers::{SharedAnswers, Transport, Workers};
+use crate::tokens::response_store::ResponseStore;
+use crate::tokens::workers::{Transport, Workers};
 use crate::upstream::{Engines, Upstream};
 
 /// How a shard reaches workers.
@@ -41,7 +42,7 @@ pub(crate) enum Plane {
 }
 
 impl Plane {
-    pub(crate) fn new(shard: Rc<Shard>, answers: SharedAnswers, ends: ShardPlane) -> Plane {
+    pub(crate) fn new(shard: Rc<Shard>, answers: Arc<ResponseStore>, ends: ShardPlane) -> Plane {
         let ShardPlane {
             transport,
             dispatcher,

@@ -32,13 +32,12 @@ use crate::tokens::remote::WorkerLinks;
 use crate::tokens::reply::StreamRole;
 use crate::tokens::response_store::ResponseStore;
 use crate::tokens::roster::Roster;
-use crate::tokens::table_lock::TableLock;
-use crate::tokens::workers::{SharedAnswers, Transport, Workers};
+use crate::tokens::workers::{Transport, Workers};
 
 /// State that the shards of one simulated frontend share.
 pub struct SimFrontend {
     shared: Shared,
-    answers: SharedAnswers,
+    answers: Arc<ResponseStore>,
     roster: Arc<Roster>,
     limits: RemoteLimits,
 }
@@ -109,13 +108,7 @@ pub struct SimAnswer {
 impl SimFrontend {
     /// A frontend that serves `service` with the workers of `roster`.
     pub fn new(service: Service, roster: Arc<Roster>, limits: RemoteLimits) -> SimFrontend {
-        let answers = SharedAnswers {
-            responses: Arc::new(ResponseStore::new(service.limits.memory_max)),
-            #[cfg(feature = "bench")]
-            table_lock: TableLock::new(false),
-            #[cfg(not(feature = "bench"))]
-            table_lock: TableLock,
-        };
+        let answers = Arc::new(ResponseStore::new(service.limits.memory_max));
         let shared = Shared {
             budget: Budget::new(service.limits),
             service: Arc::new(service),

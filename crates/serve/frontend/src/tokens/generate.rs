@@ -848,7 +848,6 @@ fn register(
     let register_ns = monotonic_ns();
     let mut registrations = Vec::with_capacity(count);
     for sequence in 0..to_u32(count) {
-        let _lock = workers.table_lock.hold();
         let feed = StreamSlot {
             reply: reply.clone(),
             sequence,

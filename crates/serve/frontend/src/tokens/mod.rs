@@ -16,7 +16,6 @@ pub(crate) mod response_store;
 pub(crate) mod responses;
 pub mod roster;
 pub(crate) mod script;
-pub(crate) mod table_lock;
 pub(crate) mod tokenize;
 pub(crate) mod vocab;
 pub(crate) mod workers;

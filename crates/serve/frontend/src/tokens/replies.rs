@@ -126,7 +126,6 @@ impl Workers {
             self.shard.on_streams_closed(&reply.client, streams.len());
         }
         self.admit_queued();
-        let _lock = self.table_lock.hold();
         drop(streams);
     }
 }

@@ -23,7 +23,6 @@ use crate::tokens::replies::Replies;
 use crate::tokens::reply::state::NewTokens;
 use crate::tokens::reply::{StreamRole, StreamSlot};
 use crate::tokens::response_store::ResponseStore;
-use crate::tokens::table_lock::TableLock;
 
 /// Frames that are taken apart before the sockets get a turn. Each may hold thousands of tokens;
 /// without a bound a shard whose engines are endlessly fast would never write.
@@ -37,13 +36,6 @@ pub(crate) enum Transport {
     Sockets(Rc<WorkerLinks>),
 }
 
-/// State that the workers' side of all shards shares.
-#[derive(Clone)]
-pub(crate) struct SharedAnswers {
-    pub(crate) responses: Arc<ResponseStore>,
-    pub(crate) table_lock: TableLock,
-}
-
 /// A shard's side of the workers.
 pub(crate) struct Workers {
     pub(crate) shard: Rc<Shard>,
@@ -51,7 +43,6 @@ pub(crate) struct Workers {
     pub(crate) table: StreamTable<StreamSlot>,
     pub(crate) model: Rc<str>,
     pub(crate) transport: Transport,
-    pub(crate) table_lock: TableLock,
     /// Those that later requests may continue.
     pub(crate) responses: Arc<ResponseStore>,
     pub(crate) replies: Replies,
@@ -63,7 +54,7 @@ impl Workers {
     /// `kv_network`: with workers that compute prompts for others, the network between them.
     pub(crate) fn new(
         shard: Rc<Shard>,
-        shared: SharedAnswers,
+        responses: Arc<ResponseStore>,
         transport: Transport,
         dispatcher: Dispatcher,
         kv_network: Option<Arc<KvNetwork>>,
@@ -79,8 +70,7 @@ impl Workers {
             table: StreamTable::new(shard.index, streams_max),
             model: shard.service.model.as_str().into(),
             transport,
-            table_lock: shared.table_lock,
-            responses: shared.responses,
+            responses,
             replies: Replies::default(),
             due: Due::default(),
             shard,
@@ -172,29 +162,11 @@ impl Workers {
     pub(crate) fn on_frame(&self, frame: &PassFrame, from: Option<&Peer>) {
         let now_ns = monotonic_ns();
         self.shard.metrics.plane.frames.add(1);
-        #[cfg(feature = "bench")]
-        self.measure_table(frame, now_ns);
         let mut entries = frame.entries();
         while let Some(entry) = entries.next() {
-            self.table_lock.touch();
             self.on_entry(&entry, &entries, now_ns, from);
         }
         self.admit_queued();
-    }
-
-    /// Measures one look-up in the stream table, which began at `now_ns`.
-    #[cfg(feature = "bench")]
-    fn measure_table(&self, frame: &PassFrame, now_ns: u64) {
-        if let Some(first) = frame.entries().next() {
-            let lock = self.table_lock.hold();
-            std::hint::black_box(self.table.contains(first.stream()));
-            drop(lock);
-            self.shard
-                .metrics
-                .latency
-                .table_access
-                .observe(monotonic_ns() - now_ns);
-        }
     }
 
     /// Applies an entry of a frame, which `rest` follow.

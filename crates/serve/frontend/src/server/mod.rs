@@ -1,10 +1,12 @@
 //! Threads and sockets: one acceptor, and a shard on each of a few threads.
 
+mod figures;
 mod handle;
 mod manage;
 pub(crate) mod plane;
 mod rates;
 mod routes;
+mod series;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod ui;

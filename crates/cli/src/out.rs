@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::Path;
 
 use slipstream_base::text::{brief_lines, foreign_json};
@@ -48,6 +49,15 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
         .map_err(|error| io::Error::new(error.kind(), format!("writing to stdout: {error}")))
+}
+
+/// Names a server's page to people, and its address on stdout: scripts read the port that was chosen for port 0.
+///
+/// # Errors
+/// As [`print()`].
+pub(crate) fn listening(address: SocketAddr) -> io::Result<()> {
+    errln!("page: http://{address}/ui");
+    print(&format!("listening on http://{address}\n"))
 }
 
 /// [`print()`] of JSON, which has text of servers or files in it.

@@ -55,8 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         cluster.model.name
     );
     let signals = serve::Signals::install()?;
-    // On stdout, as data: a script reads the address that was chosen for port 0.
-    out::print(&format!("listening on http://{}\n", frontend.address()))?;
+    out::listening(frontend.address())?;
     signals.wait();
     serve::say_draining(&cluster);
     frontend.shutdown();

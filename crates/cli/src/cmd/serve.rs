@@ -114,11 +114,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         errln!("{line}");
     }
     let signals = Signals::install()?;
-    // On stdout, as data: a script reads the address that was chosen for port 0.
-    out::print(&format!(
-        "listening on http://{}\n",
-        live.frontend.address()
-    ))?;
+    out::listening(live.frontend.address())?;
     signals.wait();
     say_draining(&cluster);
     live.shutdown()?;
@@ -141,7 +137,7 @@ fn run_engines(
     let router = RouterServer::start(cluster, bound, options)?;
     errln!("{}", router.summary());
     let signals = Signals::install()?;
-    out::print(&format!("listening on http://{}\n", router.address()))?;
+    out::listening(router.address())?;
     signals.wait();
     say_draining(cluster);
     router.shutdown();

@@ -123,6 +123,11 @@ fn shown(value: &Value, digits: usize) -> String {
         .map_or("-".into(), |of| format!("{of:.digits$}"))
 }
 
+/// `None` if there is nothing to share.
+fn share(part: f64, all: f64) -> Option<f64> {
+    (all > 0.0).then(|| part / all)
+}
+
 fn percent(share: Option<f64>) -> String {
     share.map_or("-".into(), |of| format!("{:.0}%", 100.0 * of))
 }
@@ -200,8 +205,13 @@ fn totals(url: &str, now: &Value, before: Option<&Value>) -> String {
             format!("{:.1}", since(field) / seconds)
         })
     };
-    let hit = Some(since("prompt_tokens")).filter(|&of| of > 0.0);
-    let hit = hit.map(|prompt| since("cached_tokens") / prompt);
+    // A router in front of real engines counts the blocks that it expects in their caches.
+    let hit = [
+        ("cached_tokens", "prompt_tokens"),
+        ("hit_blocks", "prompt_blocks"),
+    ];
+    let hit = hit.map(|(hit, all)| share(since(hit), since(all)));
+    let hit = hit.into_iter().flatten().next();
     let _ = writeln!(
         text,
         "{}  {}  {} running  {} waiting  {} errors",
@@ -259,6 +269,7 @@ fn engine_rows(engines: &[Value]) -> Vec<Vec<String>> {
             "in flight",
             "requests",
             "failures",
+            "hits",
             "first byte, ms",
             "between, ms",
             "prefills",
@@ -269,6 +280,8 @@ fn engine_rows(engines: &[Value]) -> Vec<Vec<String>> {
         .to_vec(),
     );
     for engine in engines {
+        let hits = engine["hit_blocks"].as_f64();
+        let hits = hits.zip(engine["prompt_blocks"].as_f64());
         let ready = if engine["ready"] == true {
             "up"
         } else {
@@ -281,6 +294,7 @@ fn engine_rows(engines: &[Value]) -> Vec<Vec<String>> {
             shown(&engine["in_flight"], 0),
             shown(&engine["requests"], 0),
             shown(&engine["failures"], 0),
+            percent(hits.and_then(|(hit, all)| share(hit, all))),
             shown(&engine["first_byte_ms"], 0),
             shown(&engine["between_ms"], 1),
             shown(&engine["prefills"], 0),
@@ -390,6 +404,28 @@ mod tests {
         assert_eq!(quantile(&now, Some(&before), 0.99), "> 500 ms");
         assert_eq!(quantile(&before, Some(&before), 0.5), "-");
         assert_eq!(quantile(&json!({}), None, 0.5), "-");
+    }
+
+    #[test]
+    fn hits_in_front_of_real_engines_are_those_that_the_router_expects() {
+        let figures = |hit: f64, all: f64| {
+            json!({
+                "totals": {"hit_blocks": hit, "prompt_blocks": all, "prompt_tokens": 0.0},
+                "engines": [{"name": "http://a", "hit_blocks": hit, "prompt_blocks": all}],
+            })
+        };
+        let text = table(
+            "http://x",
+            &figures(30.0, 100.0),
+            Some(&figures(10.0, 60.0)),
+        );
+        assert!(text.contains("hit rate 50%"), "since the last look: {text}");
+        assert!(
+            text.contains(" 30%"),
+            "of the engine, since the start: {text}"
+        );
+        let none = table("http://x", &figures(0.0, 0.0), None);
+        assert!(none.contains("hit rate -"), "{none}");
     }
 
     #[test]

@@ -37,7 +37,27 @@ fn the_figures_follow_the_requests() {
         ttft.len()
     );
     assert_eq!(server.post("/ui", "").status, 405);
-    assert_eq!(server.get("/ui/").status, 404, "there is one page");
+}
+
+/// Every browser asks for an icon, and nobody remembers the page's path.
+#[test]
+fn a_browser_finds_the_page_and_causes_no_error() {
+    let engine = Server::start(&[FAST]);
+    let mut command = slipstream();
+    command
+        .args(["serve", "--engine", &format!("http://{}", engine.address())])
+        .env("SLIPSTREAM_API_KEYS", "secret-of-the-test");
+    for server in [Server::start(&[FAST]), Server::spawn(command)] {
+        for (path, to) in [("/", "ui"), ("/ui/", "../ui")] {
+            let answer = server.get(path);
+            assert_eq!(answer.status, 302, "{path}");
+            assert_eq!(answer.header("location"), Some(to), "{path}");
+        }
+        assert_eq!(server.get("/favicon.ico").status, 204);
+        assert_eq!(server.post("/favicon.ico", "").status, 405);
+        let shown = figures(&server);
+        assert_eq!(shown["totals"]["errors"], 1.0, "the POST alone: {shown}");
+    }
 }
 
 /// As `/metrics`: no key, and nothing of a prompt.
@@ -81,6 +101,41 @@ fn a_router_shows_its_engines() {
         shown["ttft"]["counts"].as_array().unwrap().last().unwrap(),
         1.0
     );
+}
+
+/// The same prompt twice: the router expects what it routed there before, without KV events.
+#[test]
+fn a_router_counts_the_hits_that_it_expects() {
+    let engine = Server::start(&[FAST]);
+    let mut command = slipstream();
+    command.args(["serve", "--engine", &format!("http://{}", engine.address())]);
+    let router = Server::spawn(command);
+    let begun = std::time::Instant::now();
+    while figures(&router)["engines"][0]["ready"] != true {
+        assert!(begun.elapsed().as_secs() < 30, "the engine is not found");
+        std::thread::yield_now();
+    }
+    let prompt = format!(
+        r#"{{"model":"test-model","prompt":"{}","max_tokens":5}}"#,
+        "one two three ".repeat(100)
+    );
+    let count = |field: &str| figures(&router)["totals"][field].as_f64().unwrap();
+    assert_eq!(router.post("/v1/completions", &prompt).status, 200);
+    let first = count("prompt_blocks");
+    assert!(first > 10.0, "{first}");
+    assert_eq!(count("hit_blocks"), 0.0);
+    assert_eq!(router.post("/v1/completions", &prompt).status, 200);
+    assert_eq!(count("prompt_blocks"), 2.0 * first);
+    let hits = count("hit_blocks");
+    assert!(hits > 0.9 * first && hits <= first, "{hits} of {first}");
+    assert_eq!(figures(&router)["engines"][0]["hit_blocks"], hits);
+    assert_eq!(
+        router.metric("slipstream_engine_prefix_hit_blocks_total"),
+        hits
+    );
+    // A request without a prompt has no blocks.
+    assert_eq!(router.get("/v1/models").status, 200);
+    assert_eq!(count("prompt_blocks"), 2.0 * first);
 }
 
 /// The page's script runs, polls and shows the fleet. Skipped without Chromium.

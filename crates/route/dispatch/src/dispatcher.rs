@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use slipstream_base::width::{round_u64, to_u32};
 use slipstream_base::{RankId, SimTime, WorkerId};
 use slipstream_config::cluster::{Cluster, HandOver};
-use slipstream_router::{RouteError, RouteRequest, Routed, Router, Score, ViewTurn};
+use slipstream_router::{
+    ActiveSequence, RouteError, RouteRequest, Routed, Router, Score, ViewTurn,
+};
 
 use crate::Role;
 use crate::action::{Action, Attempt};
@@ -225,6 +227,15 @@ impl Dispatcher {
         match &self.lives.get(id as usize)?.state {
             State::Apart(apart) => Some(apart.prefill),
             _ => None,
+        }
+    }
+
+    /// The charge of the rank that computes the prompt of request `id`, until the answer begins.
+    pub fn prompt_charge(&self, id: u32) -> Option<&ActiveSequence> {
+        match &self.lives.get(id as usize)?.state {
+            State::Placed(placed) => Some(&placed.active),
+            State::Apart(apart) => Some(&apart.prefill_active),
+            State::Free | State::Routing | State::Waiting | State::Streaming(_) => None,
         }
     }
 

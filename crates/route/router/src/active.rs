@@ -72,6 +72,17 @@ impl ActiveSequence {
         self.prefill_tokens
     }
 
+    /// Full blocks of the prompt.
+    pub fn prompt_blocks(&self) -> u64 {
+        self.chain.len() as u64
+    }
+
+    /// Leading blocks of the prompt that the target was expected to reuse. Meaningful until the first token.
+    pub fn hit_blocks(&self) -> u64 {
+        let hit_tokens = self.prompt_tokens - self.prefill_tokens;
+        hit_tokens / u64::from(self.fleet.block_size())
+    }
+
     fn discharge_prefill(&mut self) {
         let load = &self.fleet.loads[self.target as usize];
         let tokens = std::mem::take(&mut self.prefill_tokens);

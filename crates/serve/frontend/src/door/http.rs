@@ -303,6 +303,13 @@ pub(crate) fn json(status: u16, body: Vec<u8>) -> Response<HttpBody> {
     response
 }
 
+/// An answer without a body.
+pub(crate) fn status_only(status: StatusCode) -> Response<HttpBody> {
+    let mut response = Response::new(HttpBody::whole(None, None));
+    *response.status_mut() = status;
+    response
+}
+
 /// A JSON answer that may be large.
 pub(crate) fn large_json(
     (body, mut charge): (Vec<u8>, Charge),

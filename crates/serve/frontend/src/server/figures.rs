@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use crate::server::series::series;
+use crate::server::series::{Series, series};
 
 /// A cumulative histogram over all label sets of a metric, s.
 #[derive(Default)]
@@ -47,10 +47,12 @@ const OF_WORKER: [(&str, &str); 9] = [
 ];
 
 /// Series of a real engine, and their field. Failures of several causes are added up.
-const OF_ENGINE: [(&str, &str); 7] = [
+const OF_ENGINE: [(&str, &str); 9] = [
     ("slipstream_engine_up", "ready"),
     ("slipstream_engine_in_flight", "in_flight"),
     ("slipstream_engine_requests_total", "requests"),
+    ("slipstream_engine_prompt_blocks_total", "prompt_blocks"),
+    ("slipstream_engine_prefix_hit_blocks_total", "hit_blocks"),
     ("slipstream_engine_failures_total", "failures"),
     ("slipstream_engine_retries_total", "retries"),
     ("slipstream_engine_kv_blocks", "cached_blocks"),
@@ -66,10 +68,12 @@ const OF_TWIN: [(&str, &str); 4] = [
 ];
 
 /// Sums over all label sets.
-const TOTALS: [(&str, &str); 3] = [
+const TOTALS: [(&str, &str); 5] = [
     ("vllm:prompt_tokens_total", "prompt_tokens"),
     ("vllm:generation_tokens_total", "generation_tokens"),
     ("slipstream_cached_tokens_total", "cached_tokens"),
+    ("vllm:e2e_request_latency_seconds_count", "completed"),
+    ("slipstream_requests_queued", "queued"),
 ];
 
 /// Prompt tokens of requests that ended, by source.
@@ -104,168 +108,237 @@ const PREFILL_FAILURES: [&str; 2] = ["failed", "decode_failed"];
 
 /// The figures in an OpenMetrics text.
 pub(super) fn snapshot(text: &str) -> Value {
-    let mut workers: BTreeMap<(u64, String), Row> = BTreeMap::new();
-    let mut engines: Vec<(String, Row)> = Vec::new();
-    let fields = TOTALS.iter().map(|&(_, field)| field);
-    let fields = fields.chain(["computed_tokens"]);
-    let mut totals: BTreeMap<&str, f64> = fields.map(|field| (field, 0.0)).collect();
-    let mut errors: BTreeMap<String, f64> = BTreeMap::new();
-    let mut twins: BTreeMap<String, Value> = BTreeMap::new();
-    let [mut ttft, mut first_byte, mut itl] = [(); 3].map(|()| Cumulative::default());
-    let (mut completed, mut queued) = (0.0, 0.0);
+    let mut figures = Figures::default();
+    for series in text.lines().filter_map(series) {
+        figures.add_worker(&series);
+        figures.add_engine(&series);
+        figures.add_prefills(&series);
+        figures.add_twin(&series);
+        figures.add_total(&series);
+        figures.add_error(&series);
+        figures.add_latency(&series);
+    }
+    figures.json()
+}
 
-    for line in text.lines() {
-        let Some((name, labels, value)) = series(line) else {
-            continue;
+/// Sums of series, by what they are about.
+#[derive(Default)]
+struct Figures {
+    /// By number and name.
+    workers: BTreeMap<(u64, String), Row>,
+    /// In the order of the text.
+    engines: Vec<(String, Row)>,
+    /// By engine.
+    twins: BTreeMap<String, Value>,
+    totals: BTreeMap<&'static str, f64>,
+    errors: BTreeMap<String, f64>,
+    ttft: Cumulative,
+    first_byte: Cumulative,
+    itl: Cumulative,
+}
+
+impl Figures {
+    fn add_worker(&mut self, series: &Series<'_>) {
+        let Some(field) = field_of(&OF_WORKER, series.name) else {
+            return;
         };
-        let label = |key: &str| {
-            let found = labels.iter().find(|(name, _)| *name == key);
-            found.map(|(_, value)| value.as_str())
+        let worker = series.label("worker").unwrap_or("?");
+        let number = worker.trim_start_matches('w').parse().unwrap_or(u64::MAX);
+        let shown = match series.label("engine").unwrap_or("0") {
+            "0" => worker.to_owned(),
+            rank => format!("{worker}.{rank}"),
         };
-        if let Some((_, field)) = OF_WORKER.iter().find(|(series, _)| *series == name) {
-            let rank = (
-                label("worker").unwrap_or("?"),
-                label("engine").unwrap_or("0"),
-            );
-            let number = rank.0.trim_start_matches('w').parse().unwrap_or(u64::MAX);
-            let shown = match rank.1 {
-                "0" => rank.0.to_owned(),
-                other => format!("{}.{other}", rank.0),
-            };
-            workers
-                .entry((number, shown))
-                .or_default()
-                .insert(field, value);
-        }
-        if let Some((_, field)) = OF_ENGINE.iter().find(|(series, _)| *series == name) {
-            let engine = label("engine").unwrap_or("?");
-            let at = engines.iter().position(|(name, _)| name == engine);
-            let at = at.unwrap_or_else(|| {
-                engines.push((engine.to_owned(), Row::new()));
-                engines.len() - 1
-            });
-            *engines[at].1.entry(field).or_default() += value;
-        }
-        if let Some(engine) = label("engine") {
-            if let Some((_, quantity)) = OF_TWIN.iter().find(|(series, _)| *series == name)
-                && let Some(side) = label("side")
-            {
-                twins.entry(engine.to_owned()).or_default()[*quantity][side] = value.into();
-            }
-            if name == "slipstream_shadow_parted"
-                && let Some(of) = label("of")
-            {
-                let parted = &mut twins.entry(engine.to_owned()).or_default()["parted"];
-                parted[of] = (value > 0.0).into();
-            }
-        }
-        if name == "slipstream_engine_prefills_total"
-            && let Some((engine, outcome)) = label("engine").zip(label("outcome"))
-            && let Some((_, row)) = engines.iter_mut().find(|(known, _)| known == engine)
-        {
-            let failed = PREFILL_FAILURES.contains(&outcome);
-            *row.entry("prefills").or_default() += value;
-            *row.entry("prefill_failures").or_default() += if failed { value } else { 0.0 };
-            if failed {
-                *errors.entry(format!("prefill: {outcome}")).or_default() += value;
-            }
-        }
-        if let Some((_, field)) = TOTALS.iter().find(|(series, _)| *series == name) {
-            *totals.entry(field).or_default() += value;
-        }
-        if name == COMPUTED && label("source") == Some("local_compute") {
-            *totals.entry("computed_tokens").or_default() += value;
-        }
-        if let Some((_, key, kind)) = ERRORS.iter().find(|(series, ..)| *series == name) {
-            let kind = match key.and_then(label) {
-                None => (*kind).to_owned(),
-                Some(reason) => format!("{kind}: {reason}"),
-            };
-            *errors.entry(kind).or_default() += value;
-        }
-        let histogram = match name {
-            "vllm:time_to_first_token_seconds_bucket" => Some(&mut ttft),
-            "vllm:inter_token_latency_seconds_bucket" => Some(&mut itl),
-            "slipstream_engine_first_byte_seconds_bucket" => Some(&mut first_byte),
-            _ => None,
+        let row = self.workers.entry((number, shown)).or_default();
+        row.insert(field, series.value);
+    }
+
+    fn add_engine(&mut self, series: &Series<'_>) {
+        let Some(field) = field_of(&OF_ENGINE, series.name) else {
+            return;
         };
-        if let Some((histogram, bound)) = histogram.zip(label("le").and_then(bound)) {
-            histogram.add(bound, value);
+        let engine = series.label("engine").unwrap_or("?");
+        let known = self.engines.iter().position(|(name, _)| name == engine);
+        let at = known.unwrap_or_else(|| {
+            self.engines.push((engine.to_owned(), Row::new()));
+            self.engines.len() - 1
+        });
+        *self.engines[at].1.entry(field).or_default() += series.value;
+    }
+
+    /// Prompts that an engine computed for others.
+    fn add_prefills(&mut self, series: &Series<'_>) {
+        if series.name != "slipstream_engine_prefills_total" {
+            return;
         }
-        match name {
-            "vllm:e2e_request_latency_seconds_count" => completed += value,
-            "slipstream_requests_queued" => queued += value,
-            _ => {}
+        let labels = series.label("engine").zip(series.label("outcome"));
+        let Some((engine, outcome)) = labels else {
+            return;
+        };
+        let Some((_, row)) = self.engines.iter_mut().find(|(known, _)| known == engine) else {
+            return;
+        };
+        let failed = PREFILL_FAILURES.contains(&outcome);
+        *row.entry("prefills").or_default() += series.value;
+        *row.entry("prefill_failures").or_default() += if failed { series.value } else { 0.0 };
+        if failed {
+            *self
+                .errors
+                .entry(format!("prefill: {outcome}"))
+                .or_default() += series.value;
         }
     }
 
-    let is_router = !engines.is_empty();
-    let sum = |field: &str| -> f64 { workers.values().filter_map(|row| row.get(field)).sum() };
-    let of_engines =
-        |field: &str| -> f64 { engines.iter().filter_map(|(_, row)| row.get(field)).sum() };
-    // Finished requests of modelled engines; requests that were sent to real ones.
-    let (requests, running) = if is_router {
-        (of_engines("requests"), of_engines("in_flight"))
-    } else {
-        (completed, sum("running"))
-    };
-    let mut totals: serde_json::Map<String, Value> = totals
-        .into_iter()
-        .map(|(field, value)| (field.to_owned(), value.into()))
-        .collect();
-    totals.insert("requests".into(), requests.into());
-    totals.insert("running".into(), running.into());
-    totals.insert("waiting".into(), (sum("waiting") + queued).into());
-    totals.insert("errors".into(), errors.values().sum::<f64>().into());
+    fn add_twin(&mut self, series: &Series<'_>) {
+        let Some(engine) = series.label("engine") else {
+            return;
+        };
+        if let Some((quantity, side)) = field_of(&OF_TWIN, series.name).zip(series.label("side")) {
+            let twin = self.twins.entry(engine.to_owned()).or_default();
+            twin[quantity][side] = series.value.into();
+        }
+        if series.name == "slipstream_shadow_parted"
+            && let Some(of) = series.label("of")
+        {
+            let twin = self.twins.entry(engine.to_owned()).or_default();
+            twin["parted"][of] = (series.value > 0.0).into();
+        }
+    }
 
-    let field = |row: &Row, name: &str| row.get(name).copied();
-    let is_up = |row: &Row, name: &str| field(row, name).is_none_or(|value| value > 0.0);
-    // The router's rows of real engines repeat the engines.
-    let workers: Vec<Value> = workers
-        .iter()
-        .filter(|_| !is_router)
-        .map(|((_, name), row)| {
+    fn add_total(&mut self, series: &Series<'_>) {
+        let field = match series.name {
+            COMPUTED if series.label("source") == Some("local_compute") => Some("computed_tokens"),
+            name => field_of(&TOTALS, name),
+        };
+        if let Some(field) = field {
+            *self.totals.entry(field).or_default() += series.value;
+        }
+    }
+
+    fn add_error(&mut self, series: &Series<'_>) {
+        let Some((_, key, kind)) = ERRORS.iter().find(|(name, ..)| *name == series.name) else {
+            return;
+        };
+        let kind = match key.and_then(|key| series.label(key)) {
+            None => (*kind).to_owned(),
+            Some(reason) => format!("{kind}: {reason}"),
+        };
+        *self.errors.entry(kind).or_default() += series.value;
+    }
+
+    fn add_latency(&mut self, series: &Series<'_>) {
+        let histogram = match series.name {
+            "vllm:time_to_first_token_seconds_bucket" => &mut self.ttft,
+            "vllm:inter_token_latency_seconds_bucket" => &mut self.itl,
+            "slipstream_engine_first_byte_seconds_bucket" => &mut self.first_byte,
+            _ => return,
+        };
+        if let Some(bound) = series.label("le").and_then(bound) {
+            histogram.add(bound, series.value);
+        }
+    }
+
+    /// Whether the server routes to real engines.
+    fn is_router(&self) -> bool {
+        !self.engines.is_empty()
+    }
+
+    fn json(&self) -> Value {
+        let is_router = self.is_router();
+        let ttft = if is_router {
+            &self.first_byte
+        } else {
+            &self.ttft
+        };
+        json!({
+            "schema": 1,
+            "version": env!("CARGO_PKG_VERSION"),
+            "totals": self.sums(),
+            "ttft": ttft.json(),
+            "itl": self.itl.json(),
+            "errors": self.errors,
+            // The router's rows of real engines repeat the engines.
+            "workers": if is_router { Vec::new() } else { self.worker_rows() },
+            "engines": self.engine_rows(),
+        })
+    }
+
+    fn sums(&self) -> Value {
+        let total = |field: &str| self.totals.get(field).copied().unwrap_or(0.0);
+        let workers = |field: &str| -> f64 {
+            let values = self.workers.values().filter_map(|row| row.get(field));
+            values.sum()
+        };
+        let engines = |field: &str| -> f64 {
+            let values = self.engines.iter().filter_map(|(_, row)| row.get(field));
+            values.sum()
+        };
+        // Finished requests of modelled engines; requests that were sent to real ones.
+        let (requests, running) = if self.is_router() {
+            (engines("requests"), engines("in_flight"))
+        } else {
+            (total("completed"), workers("running"))
+        };
+        // Modelled engines count their hits themselves, in tokens.
+        let of_router = |field: &str| self.is_router().then(|| engines(field));
+        json!({
+            "prompt_tokens": total("prompt_tokens"),
+            "generation_tokens": total("generation_tokens"),
+            "cached_tokens": total("cached_tokens"),
+            "computed_tokens": total("computed_tokens"),
+            "prompt_blocks": of_router("prompt_blocks"),
+            "hit_blocks": of_router("hit_blocks"),
+            "requests": requests,
+            "running": running,
+            "waiting": workers("waiting") + total("queued"),
+            "errors": self.errors.values().sum::<f64>(),
+        })
+    }
+
+    fn worker_rows(&self) -> Vec<Value> {
+        let is_up = |row: &Row, name: &str| row.get(name).is_none_or(|&value| value > 0.0);
+        let row = |((_, name), row): (&(u64, String), &Row)| {
+            let field = |name: &str| row.get(name).copied();
             json!({
                 "name": name,
                 "ready": is_up(row, "ready") && is_up(row, "alive"),
-                "running": field(row, "running").or(field(row, "requests")),
-                "waiting": field(row, "waiting"),
-                "kv_used": field(row, "kv_used"),
-                "active_blocks": field(row, "active_blocks"),
-                "cached_blocks": field(row, "cached_blocks"),
-                "routed": field(row, "routed"),
+                "running": field("running").or(field("requests")),
+                "waiting": field("waiting"),
+                "kv_used": field("kv_used"),
+                "active_blocks": field("active_blocks"),
+                "cached_blocks": field("cached_blocks"),
+                "routed": field("routed"),
             })
-        })
-        .collect();
-    let engines: Vec<Value> = engines
-        .iter()
-        .map(|(name, row)| {
+        };
+        self.workers.iter().map(row).collect()
+    }
+
+    fn engine_rows(&self) -> Vec<Value> {
+        let row = |(name, row): &(String, Row)| {
+            let field = |name: &str| row.get(name).copied();
             json!({
                 "name": name,
-                "ready": field(row, "ready").is_some_and(|value| value > 0.0),
-                "in_flight": field(row, "in_flight"),
-                "requests": field(row, "requests"),
-                "failures": field(row, "failures"),
-                "retries": field(row, "retries"),
-                "cached_blocks": field(row, "cached_blocks"),
-                "kv_guessed": field(row, "kv_guessed").is_some_and(|value| value > 0.0),
-                "prefills": field(row, "prefills"),
-                "prefill_failures": field(row, "prefill_failures"),
-                "twin": twins.get(name),
+                "ready": field("ready").is_some_and(|value| value > 0.0),
+                "in_flight": field("in_flight"),
+                "requests": field("requests"),
+                "failures": field("failures"),
+                "retries": field("retries"),
+                "prompt_blocks": field("prompt_blocks"),
+                "hit_blocks": field("hit_blocks"),
+                "cached_blocks": field("cached_blocks"),
+                "kv_guessed": field("kv_guessed").is_some_and(|value| value > 0.0),
+                "prefills": field("prefills"),
+                "prefill_failures": field("prefill_failures"),
+                "twin": self.twins.get(name),
             })
-        })
-        .collect();
-    let ttft = if is_router { first_byte } else { ttft };
-    json!({
-        "schema": 1,
-        "version": env!("CARGO_PKG_VERSION"),
-        "totals": totals,
-        "ttft": ttft.json(),
-        "itl": itl.json(),
-        "errors": errors,
-        "workers": workers,
-        "engines": engines,
-    })
+        };
+        self.engines.iter().map(row).collect()
+    }
+}
+
+/// The field of the series `name`.
+fn field_of(table: &[(&str, &'static str)], name: &str) -> Option<&'static str> {
+    let (_, field) = table.iter().find(|(series, _)| *series == name)?;
+    Some(field)
 }
 
 fn bound(text: &str) -> Option<f64> {
@@ -311,6 +384,11 @@ mod tests {
         assert_eq!(json["totals"]["computed_tokens"], 40.0);
         assert_eq!(json["errors"]["rejected: busy"], 6.0);
         assert_eq!(json["totals"]["errors"], 7.0);
+        assert_eq!(
+            json["totals"]["hit_blocks"],
+            Value::Null,
+            "counted in tokens"
+        );
     }
 
     #[test]
@@ -319,6 +397,10 @@ mod tests {
             slipstream_router_ready{worker=\"w0\",engine=\"0\"} 1.0\n\
             slipstream_engine_up{engine=\"http://a:1\"} 1.0\n\
             slipstream_engine_up{engine=\"http://b:1\"} 0.0\n\
+            slipstream_engine_prompt_blocks_total{engine=\"http://a:1\"} 20\n\
+            slipstream_engine_prefix_hit_blocks_total{engine=\"http://a:1\"} 12\n\
+            slipstream_engine_prompt_blocks_total{engine=\"http://b:1\"} 10\n\
+            slipstream_engine_prefix_hit_blocks_total{engine=\"http://b:1\"} 3\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"connect\"} 2\n\
             slipstream_engine_failures_total{engine=\"http://b:1\",cause=\"lost\"} 1\n\
             slipstream_shadow_ttft_mean_seconds{engine=\"http://a:1\",side=\"measured\"} 0.5\n\
@@ -336,6 +418,9 @@ mod tests {
         assert_eq!(json["engines"][1]["failures"], 3.0);
         assert_eq!(json["engines"][1]["ready"], false);
         assert_eq!(json["engines"][0]["cached_blocks"], Value::Null);
+        assert_eq!(json["engines"][0]["hit_blocks"], 12.0);
+        assert_eq!(json["totals"]["prompt_blocks"], 30.0);
+        assert_eq!(json["totals"]["hit_blocks"], 15.0);
         let twin = &json["engines"][0]["twin"];
         assert_eq!(twin["ttft"], json!({ "measured": 0.5, "predicted": 0.25 }));
         assert_eq!(twin["parted"], json!({ "ttft": true }));

@@ -16,7 +16,7 @@ use slipstream_planes::clock::monotonic_ns;
 use crate::door::access::{AnswerEnd, Entry};
 use crate::door::body::HttpBody;
 use crate::door::connection::Connection;
-use crate::door::http::{X_REQUEST_ID, error_response, request_id, with_retry};
+use crate::door::http::{X_REQUEST_ID, error_response, request_id, status_only, with_retry};
 use crate::door::metrics::Rejection;
 use crate::door::service::Service;
 use crate::door::shard::Shard;
@@ -159,7 +159,7 @@ fn begin_span(shard: &Shard, request: &Request<Incoming>) -> Option<Span> {
     let service = &shard.service;
     service.spans.as_ref()?;
     let path = request.uri().path();
-    if UNTRACED.contains(&path) || matches!(path, "/ui" | "/ui.json") {
+    if UNTRACED.contains(&path) || ui::answers(path) {
         return None;
     }
     let draw = || shard.next_request_number();
@@ -184,12 +184,6 @@ fn is_preflight(request: &Request<Incoming>) -> bool {
         && request
             .headers()
             .contains_key(ACCESS_CONTROL_REQUEST_METHOD)
-}
-
-fn status_only(status: StatusCode) -> Response<HttpBody> {
-    let mut response = Response::new(HttpBody::whole(None, None));
-    *response.status_mut() = status;
-    response
 }
 
 fn preflight() -> Response<HttpBody> {

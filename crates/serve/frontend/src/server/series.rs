@@ -1,10 +1,24 @@
 //! Reads the lines of an OpenMetrics text.
 
-/// Labels of a series, unescaped.
-pub(super) type Labels<'a> = Vec<(&'a str, String)>;
+/// A line `name{key="value",…} number` of an OpenMetrics text.
+#[derive(Debug)]
+pub(super) struct Series<'a> {
+    pub(super) name: &'a str,
+    /// Unescaped.
+    labels: Vec<(&'a str, String)>,
+    pub(super) value: f64,
+}
 
-/// A line `name{key="value",…} number` of an OpenMetrics text; `None` for comments and other lines.
-pub(super) fn series(line: &str) -> Option<(&str, Labels<'_>, f64)> {
+impl Series<'_> {
+    /// The value of label `key`.
+    pub(super) fn label(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.labels.iter().find(|(name, _)| *name == key)?;
+        Some(value)
+    }
+}
+
+/// The series in `line`; `None` for comments and other lines.
+pub(super) fn series(line: &str) -> Option<Series<'_>> {
     if line.starts_with('#') {
         return None;
     }
@@ -22,7 +36,11 @@ pub(super) fn series(line: &str) -> Option<(&str, Labels<'_>, f64)> {
         rest = &rest[1..];
     }
     let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
-    Some((name, labels, value))
+    Some(Series {
+        name,
+        labels,
+        value,
+    })
 }
 
 /// A label's value up to its closing quote, and the rest of the line behind it.
@@ -48,13 +66,12 @@ mod tests {
 
     #[test]
     fn a_line_is_read_with_its_escapes() {
-        let (name, labels, value) = series(r#"a_total{x="1,2}\"\\",y="k\nl"} 3.5"#).unwrap();
-        assert_eq!((name, value), ("a_total", 3.5));
-        assert_eq!(
-            labels,
-            [("x", "1,2}\"\\".to_owned()), ("y", "k\nl".to_owned())]
-        );
-        assert_eq!(series("b 4").unwrap().2, 4.0);
+        let read = series(r#"a_total{x="1,2}\"\\",y="k\nl"} 3.5"#).unwrap();
+        assert_eq!((read.name, read.value), ("a_total", 3.5));
+        assert_eq!(read.label("x"), Some("1,2}\"\\"));
+        assert_eq!(read.label("y"), Some("k\nl"));
+        assert_eq!(read.label("z"), None);
+        assert_eq!(series("b 4").unwrap().value, 4.0);
         for line in [
             "# HELP a b",
             "",

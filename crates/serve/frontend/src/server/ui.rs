@@ -1,18 +1,20 @@
 //! `/ui`: one page that shows the fleet and its latencies, and `/ui.json`, the figures that it polls.
 //!
+//! `/` leads to the page. Browsers look for an icon at `/favicon.ico` whatever they show; its absence is no error.
+//!
 //! The figures are those of `/metrics`, as JSON and without the series that the page does not show. Both paths
 //! need no API key, as `/metrics` does not. The page keeps the history itself: the server has no state per viewer.
 
 use hyper::body::Incoming;
 use hyper::header::{
-    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue, REFERRER_POLICY,
+    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue, LOCATION, REFERRER_POLICY,
     X_CONTENT_TYPE_OPTIONS,
 };
-use hyper::{Method, Request, Response};
+use hyper::{Method, Request, Response, StatusCode};
 use serde_json::Value;
 
 use crate::door::body::HttpBody;
-use crate::door::http::json as json_response;
+use crate::door::http::{json as json_response, status_only};
 use crate::openai::ApiError;
 use crate::server::figures::snapshot;
 use crate::server::plane::Plane;
@@ -23,25 +25,60 @@ const PAGE: &str = include_str!("../../assets/ui.html");
 const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Answers `/ui` and `/ui.json`; `None` for other paths.
+/// What a path of the page answers.
+#[derive(Clone, Copy)]
+enum Part {
+    Page,
+    Figures,
+    /// The page is elsewhere, relative to the path: a proxy may serve it under a prefix.
+    Redirect(&'static str),
+    NoIcon,
+}
+
+impl Part {
+    fn of(path: &str) -> Option<Part> {
+        match path {
+            "/ui" => Some(Part::Page),
+            "/ui.json" => Some(Part::Figures),
+            "/" => Some(Part::Redirect("ui")),
+            "/ui/" => Some(Part::Redirect("../ui")),
+            "/favicon.ico" => Some(Part::NoIcon),
+            _ => None,
+        }
+    }
+}
+
+/// Whether `path` belongs to the page.
+pub(crate) fn answers(path: &str) -> bool {
+    Part::of(path).is_some()
+}
+
+/// Answers the paths of the page; `None` for other paths.
 pub(crate) fn answer(
     plane: &Plane,
     request: &Request<Incoming>,
     id: &str,
 ) -> Option<Result<Response<HttpBody>, ApiError>> {
-    let is_page = match request.uri().path() {
-        "/ui" => true,
-        "/ui.json" => false,
-        _ => return None,
-    };
+    let part = Part::of(request.uri().path())?;
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let (method, path) = (request.method().as_str(), request.uri().path());
         return Some(Err(ApiError::method_not_allowed(method, path, "GET, HEAD")));
     }
-    Some(if is_page {
-        Ok(page())
-    } else {
-        figures(plane, id)
+    Some(match part {
+        Part::Page => Ok(page()),
+        Part::Figures => figures(plane, id),
+        Part::Redirect(to) => {
+            let mut response = status_only(StatusCode::FOUND);
+            let headers = response.headers_mut();
+            headers.insert(LOCATION, HeaderValue::from_static(to));
+            Ok(response)
+        }
+        Part::NoIcon => {
+            let mut response = status_only(StatusCode::NO_CONTENT);
+            let headers = response.headers_mut();
+            headers.insert(CACHE_CONTROL, HeaderValue::from_static("max-age=86400"));
+            Ok(response)
+        }
     })
 }
 

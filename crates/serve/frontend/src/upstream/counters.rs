@@ -36,6 +36,9 @@ pub(super) struct Counters {
     /// Attempts: a retry counts at each engine.
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
+    /// Full blocks of prompts that it was to compute, and leading ones that the router expected in its cache.
+    pub(super) prompt_blocks: AtomicU64,
+    pub(super) hit_blocks: AtomicU64,
     /// Answers by hundreds of the status.
     pub(super) answers: [AtomicU64; 6],
     connect: AtomicU64,
@@ -141,6 +144,8 @@ impl Counters {
         let Counters {
             requests,
             in_flight: _,
+            prompt_blocks,
+            hit_blocks,
             answers,
             connect,
             tls,
@@ -169,6 +174,8 @@ impl Counters {
         } = self;
         let single = [
             requests,
+            prompt_blocks,
+            hit_blocks,
             connect,
             tls,
             lost,

@@ -5,6 +5,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use slipstream_base::{SimTime, WorkerId};
 use slipstream_dispatch::{Action, Dispatcher, Env, Request, Role, Via};
@@ -231,6 +232,7 @@ impl Upstream {
                     .plane
                     .prompts_apart
                     .add(u64::from(role == Role::Prefill));
+                self.count_expected_hits(id, rank.worker, role);
                 Decision::Start(rank.worker, role)
             }
             // It is over when the answer begins.
@@ -259,5 +261,22 @@ impl Upstream {
             self.dispatching.open.borrow_mut().remove(id);
         }
         ticket.set(decision);
+    }
+
+    /// Counts how much of the prompt of request `id` the router expects `worker`, which computes it, to have cached.
+    fn count_expected_hits(&self, id: u32, worker: WorkerId, role: Role) {
+        if role == Role::Decode {
+            return; // another engine computes the prompt
+        }
+        let dispatcher = self.dispatching.dispatcher.borrow();
+        if let Some(charge) = dispatcher.prompt_charge(id)
+            && let Some(engine) = self.engine(worker)
+        {
+            let counters = &engine.counters;
+            counters
+                .prompt_blocks
+                .fetch_add(charge.prompt_blocks(), Relaxed);
+            counters.hit_blocks.fetch_add(charge.hit_blocks(), Relaxed);
+        }
     }
 }

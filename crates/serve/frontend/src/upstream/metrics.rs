@@ -101,6 +101,16 @@ const PAGE: &[Family<Scrape>] = &[
         |of, samples| of.each(samples, |c| &c.requests),
     ),
     Family::counter(
+        "slipstream_engine_prompt_blocks",
+        "Full blocks of the prompts of these requests",
+        |of, samples| of.each(samples, |c| &c.prompt_blocks),
+    ),
+    Family::counter(
+        "slipstream_engine_prefix_hit_blocks",
+        "Leading blocks of these prompts that the router expected in the engine's cache",
+        |of, samples| of.each(samples, |c| &c.hit_blocks),
+    ),
+    Family::counter(
         "slipstream_engine_retries",
         "Requests that were sent to another engine after this one failed them",
         |of, samples| of.each(samples, |c| &c.retried),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Look at the pages of Slipstream in a headless Chromium.
 
-pages.py axe AXE_JS       check every page by axe-core; exits 1 if a finding is serious or critical
+pages.py axe AXE_JS       check every page by axe-core and by its layout; exits 1 if a finding is serious or critical
 pages.py picture FILE     write a picture of `/ui` under load as PNG, for the README; it shows no version
 pages.py notebook FILE    check that a notebook's page, made by nbconvert, draws its charts and tables
 pages.py fresh FILE       say so if the picture was made from another page than the tree's
@@ -59,10 +59,14 @@ class Browser:
         os.close(here)
         self.commands, self.answers = os.fdopen(write, "wb"), os.fdopen(read, "rb")
         self.number = 0
+        # What pages wrote to the console as an error.
+        self.complaints = []
         target = self.ask("Target.createTarget", {"url": "about:blank"})["targetId"]
         attach = {"targetId": target, "flatten": True}
         self.session = self.ask("Target.attachToTarget", attach)["sessionId"]
         self.ask("Page.enable", session=True)
+        self.ask("Runtime.enable", session=True)
+        self.ask("Log.enable", session=True)
         # The check is injected; the pages allow no script but their own.
         self.ask("Page.setBypassCSP", {"enabled": True}, session=True)
 
@@ -77,10 +81,21 @@ class Browser:
         while True:
             answer = json.loads(self.message())
             if answer.get("id") != self.number:
-                continue  # an event
+                self.note(answer)
+                continue
             if "error" in answer:
                 sys.exit(f"{method}: {answer['error']['message']}")
             return answer["result"]
+
+    def note(self, event):
+        """Keep an event that says that the page has an error."""
+        params = event.get("params", {})
+        if event.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(params["exceptionDetails"].get("text", "exception"))
+        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
+            self.complaints.append(" ".join(str(a.get("value")) for a in params["args"]))
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.complaints.append(params["entry"]["text"])
 
     def message(self):
         """Read the next message."""
@@ -166,12 +181,37 @@ def reports(folder):
         yield name, page.as_uri()
 
 
+# What is cut off, or too small to read; the smallest text of charts is 9 px.
+LAYOUT = """({
+    "wider than the window": document.documentElement.scrollWidth > innerWidth + 1,
+    "a table is cut": [...document.querySelectorAll('.wide')].some(
+        box => box.scrollWidth > box.clientWidth + 1),
+    "text of a chart is below 9 px": [...document.querySelectorAll('svg')].some(svg => {
+        const scale = svg.getScreenCTM()?.a ?? 1;
+        return [...svg.querySelectorAll('text')].some(text =>
+            text.getClientRects().length > 0
+            && parseFloat(getComputedStyle(text).fontSize) * scale < 9);
+    }),
+    "a state takes several lines": [...document.querySelectorAll('.fleet em')].some(state => {
+        const text = document.createRange();
+        text.selectNodeContents(state);
+        return text.getClientRects().length > 1;
+    }),
+})"""
+
+
 def check(browser, axe, name, url):
     """Return the number of serious findings on a page, after naming them."""
     serious = 0
     for width, dark in ((1280, False), (1280, True), (390, False)):
         browser.show(url, width, 900, dark)
-        time.sleep(0.5)  # the page draws
+        time.sleep(2.5)  # the page draws, and polls again
+        wrong = [what for what, holds in browser.evaluate(LAYOUT).items() if holds]
+        wrong += [f"console: {text}" for text in browser.complaints]
+        browser.complaints.clear()
+        for what in wrong:
+            print(f"{name}, {width} px: {what}")
+        serious += len(wrong)
         browser.evaluate(axe)
         options = json.dumps({"resultTypes": ["violations"]})
         found = browser.evaluate(f"axe.run(document, {options}).then(r => r.violations)")
@@ -192,6 +232,12 @@ def main_axe(axe):
         with serving("--speedup=0") as address:
             pages += 1
             serious += check(browser, code, "/ui", f"{address}/ui")
+            # Of a router, by the way that a browser finds it; nothing is at the second address.
+            name = "vllm-main-7d4b9c6f5-x2x9q.vllm-main.production-inference.svc.localhost:9"
+            with serving(f"--engine={address}", f"--engine=http://{name}") as router:
+                pages += 1
+                serious += check(browser, code, "/ui of a router", f"{router}/")
+                browser.show("about:blank", 1280, 900)  # the page would miss its server
         for name, url in reports(folder):
             pages += 1
             serious += check(browser, code, name, url)

@@ -520,6 +520,14 @@ fn a_workers_for_prompts_and_workers_for_answers_are_written() {
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.contains("<svg") || page.contains("<table"), "a page");
     assert!(page.contains("prefill + "), "{page}");
+    // In sentences for everyone, and legible on a phone, where each line of a row has its name.
+    let rent = format!(
+        "<p class=\"lead\">Rent {} GPUs of type l40s",
+        answer["gpus"]
+    );
+    assert!(page.contains(&rent), "{rent}: {page}");
+    assert!(page.contains("that compute prompts"), "{page}");
+    assert!(page.contains("data-name=\"TPOT p99, ms\""), "{page}");
 }
 
 #[test]

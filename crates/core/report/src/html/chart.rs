@@ -311,7 +311,7 @@ impl Chart {
         put(format_args!(
             "<line class=\"axis\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{BOTTOM}\" y2=\"{BOTTOM}\"/>\
              <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
-             <text transform=\"translate(13 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+             <text class=\"across\" transform=\"translate(13 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
             f64::midpoint(LEFT, RIGHT),
             HEIGHT - 5.0,
             escape(&labeled(&self.x)),
@@ -335,14 +335,17 @@ impl Chart {
             }
         }
         for (index, line) in self.lines.iter().enumerate() {
+            write!(svg, "<g data-line=\"{index}\">").expect("a String takes every write");
             draw(&mut svg, line, line.color(index), px, py);
+            svg.push_str("</g>");
         }
         self.tag(&mut svg, px, py);
         svg.push_str("</svg>");
         format!(
-            "<figure class=\"chart\"><figcaption>{}</figcaption>{}{svg}\
+            "<figure class=\"chart\"><figcaption>{}<span class=\"across\">{}</span></figcaption>{}{svg}\
              <script type=\"application/json\">{}</script></figure>",
             escape(&self.title),
+            escape(&labeled(&self.y)),
             self.legend(),
             json(&self.data(&x, &y))
         )
@@ -367,7 +370,7 @@ impl Chart {
                 bottom: y + 4.0,
             })
             .collect();
-        for line in self.lines.iter().rev() {
+        for (index, line) in self.lines.iter().enumerate().rev() {
             for (point, tag) in line.points.iter().zip(&line.tags) {
                 let Some((x, y)) = place(point).filter(|_| !tag.is_empty()) else {
                     continue;
@@ -387,7 +390,7 @@ impl Chart {
                 };
                 write!(
                     svg,
-                    "<text class=\"tag\" x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
+                    "<text class=\"tag\" data-line=\"{index}\" x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{}</text>",
                     room.bottom - 2.5,
                     escape(tag)
                 )
@@ -403,7 +406,7 @@ impl Chart {
             for (index, line) in self.lines.iter().enumerate() {
                 write!(
                     html,
-                    "<span><i class=\"f{}\"></i>{}</span>",
+                    "<span data-line=\"{index}\"><i class=\"f{}\"></i>{}</span>",
                     line.color(index),
                     escape(&line.name)
                 )

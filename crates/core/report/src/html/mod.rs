@@ -78,6 +78,13 @@ impl Page {
         }
     }
 
+    /// The page's answer in sentences, unless empty.
+    pub fn lead(&mut self, text: &str) {
+        if !text.is_empty() {
+            self.raw(&format!("<p class=\"lead\">{}</p>", escape(text)));
+        }
+    }
+
     /// Figures next to each other: name, value, detail.
     pub fn tiles(&mut self, tiles: &[Tile]) {
         let mut html = String::from("<div class=\"tiles\">");
@@ -110,10 +117,12 @@ impl Page {
         let mut html = String::from(
             "<div class=\"wide\" tabindex=\"0\" role=\"group\" aria-label=\"Table\"><table><thead><tr>",
         );
-        for name in header {
+        for (at, name) in header.iter().enumerate() {
             // A column of names needs no header.
             let tag = if name.is_empty() { "td" } else { "th" };
-            write!(html, "<{tag}>{}</{tag}>", escape(name)).expect("a String takes every write");
+            let class = if at < texts { " class=\"text\"" } else { "" };
+            write!(html, "<{tag}{class}>{}</{tag}>", escape(name))
+                .expect("a String takes every write");
         }
         html.push_str("</tr></thead><tbody>");
         for (cells, marked) in rows {
@@ -124,7 +133,12 @@ impl Page {
             });
             for (at, cell) in cells.iter().enumerate() {
                 let class = if at < texts { " class=\"text\"" } else { "" };
-                write!(html, "<td{class}>{}</td>", escape(cell))
+                // On a phone each row is a card, whose lines need their names.
+                let name = header.get(at).filter(|name| !name.is_empty());
+                let name = name.map_or_else(String::new, |name| {
+                    format!(" data-name=\"{}\"", escape(name))
+                });
+                write!(html, "<td{class}{name}>{}</td>", escape(cell))
                     .expect("a String takes every write");
             }
             html.push_str("</tr>");

@@ -41,10 +41,73 @@
     box.append(row);
   };
 
+  const save = (name, type, text) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  };
+  const cell = (text) => /[",\n]/.test(text) ? '"' + String(text).replaceAll('"', '""') + '"' : text;
+  const axisName = (axis) => axis.unit ? axis.name + ", " + axis.unit : axis.name;
+  const csv = (data) => [
+    ["series", axisName(data.x), axisName(data.y), "name"],
+    ...data.lines.flatMap((l) => l.points.map((p) => [l.name, p[0], p[1], p[2] ?? ""])),
+  ].map((row) => row.map(cell).join(",") + "\n").join("");
+  // With the page's style, whose colors and fonts it has.
+  const picture = (svg) => {
+    const copy = svg.cloneNode(true);
+    const style = document.createElementNS("http://www.w3.org/2000/svg", "style");
+    style.textContent = document.querySelector("style").textContent + "svg{background:var(--back)}";
+    copy.querySelector(".hover")?.remove();
+    copy.prepend(style);
+    copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+    copy.dataset.theme = dark() ? "dark" : "light";
+    return copy.outerHTML;
+  };
+  const buttons = (figure, data) => {
+    const name = figure.querySelector("figcaption").firstChild.textContent.toLowerCase().replaceAll(/[^a-z0-9]+/g, "-");
+    const bar = document.createElement("span");
+    bar.className = "save";
+    for (const [text, act] of [
+      ["CSV", () => save(name + ".csv", "text/csv", csv(data))],
+      ["SVG", () => save(name + ".svg", "image/svg+xml", picture(figure.querySelector("svg")))],
+    ]) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = text;
+      button.title = "save as " + text;
+      button.addEventListener("click", act);
+      bar.append(button);
+    }
+    figure.querySelector("figcaption").append(bar);
+  };
+  // A name in the legend shows or hides its series.
+  const choice = (figure, data) => {
+    for (const key of figure.querySelectorAll(".legend [data-line]")) {
+      const at = key.dataset.line;
+      key.tabIndex = 0;
+      key.setAttribute("role", "switch");
+      key.setAttribute("aria-checked", "true");
+      const flip = () => {
+        const hide = !data.lines[at].hidden;
+        data.lines[at].hidden = hide;
+        key.setAttribute("aria-checked", String(!hide));
+        for (const part of figure.querySelectorAll('svg [data-line="' + at + '"]')) part.style.display = hide ? "none" : "";
+      };
+      key.addEventListener("click", flip);
+      key.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); flip(); }
+      });
+    }
+  };
+
   // What the pointer is on: the nearest point of each line by x, or the nearest of all points.
   for (const figure of document.querySelectorAll("figure.chart")) {
     const data = JSON.parse(figure.querySelector("script").textContent);
     const svg = figure.querySelector("svg");
+    buttons(figure, data);
+    choice(figure, data);
     const rule = document.createElementNS("http://www.w3.org/2000/svg", "line");
     rule.setAttribute("class", "hover");
     const scale = (axis, value) => axis.log ? Math.log(value) : value;
@@ -58,6 +121,7 @@
       const up = (event.clientY - frame.top) * data.width / frame.width;
       let found = data.lines.map((l, index) => {
         let best = null;
+        if (l.hidden) return best;
         for (const p of l.points) {
           const far = Math.abs(px(p[0]) - at) + (data.both ? Math.abs(py(p[1]) - up) : 0);
           if (best === null || far < best.far) best = { far, p, l, index };

@@ -8,8 +8,10 @@ use crate::html::{Page, Tile};
 pub struct PlanAnswer {
     /// Its heading, such as the factor on the load.
     pub heading: String,
-    /// The answer in one sentence.
+    /// The answer in one line of the field's terms.
     pub claim: String,
+    /// The answer in sentences for everyone.
+    pub lead: String,
     /// Figures.
     pub tiles: Vec<Tile>,
     /// Names of the table's columns.
@@ -52,6 +54,8 @@ pub struct PlanPage {
 
 /// Columns of text in the table of configurations.
 const TEXTS: usize = 2;
+/// The same in the table of the sensitivity.
+const KNOB_TEXTS: usize = 3;
 
 impl PlanPage {
     /// The page as HTML.
@@ -116,6 +120,7 @@ impl PlanAnswer {
 
     fn render(&self, page: &mut Page, cost_unit: &str) {
         page.section(&self.heading, &self.claim);
+        page.lead(&self.lead);
         page.tiles(&self.tiles);
         let rows: Vec<_> = self
             .rows
@@ -166,7 +171,7 @@ impl PlanAnswer {
                  Highlighted: the choice changes.",
             );
             let header: Vec<&str> = self.knob_header.iter().map(String::as_str).collect();
-            page.table(&header, 1, &self.knobs);
+            page.table(&header, KNOB_TEXTS, &self.knobs);
         }
     }
 }

@@ -264,6 +264,7 @@ impl AtLoad<'_> {
             .transpose()?;
         let sensitivity = Sensitivity {
             knob,
+            slower: self.factors.slower,
             cheapest,
             own,
         };

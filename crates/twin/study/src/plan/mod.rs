@@ -10,6 +10,7 @@ mod output;
 mod ready;
 mod scaled;
 mod shapes;
+mod words;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -177,6 +178,8 @@ struct Row {
 #[derive(Debug)]
 struct Sensitivity {
     knob: String,
+    /// Factor on step times.
+    slower: f64,
     /// `None`: nothing attains.
     cheapest: Option<Changed>,
     /// Size and cost of the answer's shape in its best setting; `None`: no size attains.

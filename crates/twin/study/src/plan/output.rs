@@ -15,11 +15,11 @@ use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
 use super::scaled::{Bounds, Scaled};
-use super::{Asked, Excluded, Found, NotFound, Row, Sensitivity};
+use super::{Asked, Excluded, Found, NotFound, Row, Sensitivity, words};
 
 /// A share in percent, with enough digits to tell it from the target. Rounded down, so that neither a
 /// target nor all of the requests is claimed without being reached.
-fn digits(share: f64) -> String {
+pub(super) fn digits(share: f64) -> String {
     let percent = 100.0 * share;
     let floor = |unit: f64| (percent * unit + 1e-6).floor() / unit;
     if (99.0..100.0).contains(&floor(100.0)) {
@@ -29,7 +29,7 @@ fn digits(share: f64) -> String {
     }
 }
 
-fn percent(share: f64) -> String {
+pub(super) fn percent(share: f64) -> String {
     format!("{} %", digits(share))
 }
 
@@ -40,7 +40,7 @@ fn range(sure: &Share) -> String {
 
 impl Row {
     /// Cost per hour, energy included.
-    fn per_hour(&self, context: &Asked) -> Option<f64> {
+    pub(super) fn per_hour(&self, context: &Asked) -> Option<f64> {
         context.priced.then_some(self.sized.cost)
     }
 
@@ -454,7 +454,7 @@ fn scaled(context: &Asked, found: &Found) -> Option<String> {
 }
 
 /// A cost per hour in words.
-fn cost_of(context: &Asked, cost: f64) -> String {
+pub(super) fn cost_of(context: &Asked, cost: f64) -> String {
     if context.priced {
         format!("{cost:.2} per hour")
     } else {
@@ -725,7 +725,15 @@ fn tiles(context: &Asked, found: &Found) -> Vec<Tile> {
         Tile::new(
             "Cost per hour",
             cost.map_or_else(none, |cost| format!("{cost:.2}")),
-            cost.map_or_else(|| "no prices given".into(), |_| String::new()),
+            cost.map_or_else(
+                || "no prices given".into(),
+                |cost| {
+                    format!(
+                        "{cost:.2} × 730 h = {} a month",
+                        grouped(width::round_u64(cost * words::MONTH_H))
+                    )
+                },
+            ),
         ),
         Tile::new(
             "Per million output tokens",
@@ -762,6 +770,7 @@ fn page_answer(context: &Asked, found: &Found, several: bool) -> PlanAnswer {
             "The cheapest configuration".into()
         },
         claim: claim(found),
+        lead: words::sentences(context, found),
         tiles: tiles(context, found),
         header: HEADER.to_vec(),
         rows: rows().map(|row| cells(context, row)).collect(),

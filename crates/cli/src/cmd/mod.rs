@@ -4,6 +4,7 @@ mod axis_args;
 mod cached;
 mod client_args;
 mod cluster_args;
+mod emission;
 mod on;
 mod plane_args;
 mod price_args;

@@ -11,6 +11,7 @@ use slipstream_study::plan::{Elsewhere, Question};
 use slipstream_study::source::{ClusterSource, WorkloadSource, percent};
 
 use crate::cmd::axis_args::AxisArgs;
+use crate::cmd::emission::Emission;
 use crate::cmd::on::{self, Ray};
 use crate::cmd::price_args::PriceArgs;
 use crate::cmd::progress;
@@ -90,6 +91,10 @@ pub(crate) struct Args {
     /// Write the answer as a cluster file
     #[arg(long, value_name = "CLUSTER.TOML", help_heading = "Output")]
     write: Option<PathBuf>,
+    /// Write files that deploy the answer to the empty or new folder DIR. TARGET: vllm (commands), helm (values of the chart and
+    /// manifests), or a folder of templates (docs/plan.md)
+    #[arg(long, num_args = 2, value_names = ["TARGET", "DIR"], help_heading = "Output")]
+    emit: Option<Vec<String>>,
     /// Write a self-contained HTML page to this file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
@@ -113,6 +118,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--write writes one cluster, but --load asks for {}; run them one by one",
         counted(args.load.len() as u64, "answer")
     );
+    let emission = Emission::prepare(args.emit.as_deref(), args.load.len())?;
     out::check_writable([
         ("write", args.write.as_deref()),
         ("html", args.html.as_deref()),
@@ -148,6 +154,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     if let Some(path) = &args.html {
         failures.extend(out::save(path, &answer.page(&out::command_line())));
+    }
+    if let Some(emission) = &emission {
+        failures.extend(emission.write(&answer.deployment(&out::command_line())));
     }
     if args.json {
         out::print_json(&answer.json()?)?;

@@ -69,6 +69,31 @@ pub(crate) fn prefills(server: &Server, engine: &Engine, outcome: &str) -> f64 {
     server.metric(&series.replace("URL", &url).replace("OUTCOME", outcome))
 }
 
+/// The router expects hits where a prompt is computed.
+#[test]
+fn expected_hits_are_those_of_the_prefill_engine() {
+    let (prefill, decode) = (prefill_engine(), decode_engine());
+    let server = front(&[&prefill], &[&decode], &[]);
+    let prompt = "Once upon a time ".repeat(100);
+    let body = format!(r#"{{"model":"m","prompt":"{prompt}","max_tokens":9}}"#);
+    for _ in 0..2 {
+        assert_eq!(server.post("/v1/completions", &body).status, 200);
+    }
+    let count = |name: &str, engine: &Engine| {
+        let series = r#"slipstream_engine_NAME_total{engine="http://URL"}"#;
+        let series = series.replace("NAME", name);
+        server.metric(&series.replace("URL", &engine.address.to_string()))
+    };
+    let blocks = count("prompt_blocks", &prefill);
+    let hits = count("prefix_hit_blocks", &prefill);
+    assert!(blocks > 20.0, "{blocks}");
+    assert!(
+        hits > 0.4 * blocks && hits <= 0.5 * blocks,
+        "of the second: {hits}"
+    );
+    assert_eq!(count("prompt_blocks", &decode), 0.0);
+}
+
 #[test]
 fn parameters_of_the_prefill_engine_reach_the_decode_engine_as_they_are() {
     let (prefill, decode) = (prefill_engine(), decode_engine());

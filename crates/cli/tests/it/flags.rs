@@ -371,7 +371,7 @@ const OWN: &[(&str, &str)] = &[
         "plan",
         "workload cluster attain load headroom serving autoscale-min expert-parallel max-gpus price prices",
     ),
-    ("plan", "seeds quick jobs on json write html quiet"),
+    ("plan", "seeds quick jobs on json write emit html quiet"),
     ("predict", "profile models out"),
     (
         "calibrate",

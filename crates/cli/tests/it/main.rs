@@ -10,6 +10,7 @@ mod doctor;
 mod documents;
 mod drivers;
 mod duplex;
+mod emission;
 mod engine_ends;
 mod engine_responses;
 mod engine_shadow;

@@ -37,6 +37,7 @@ pub mod run;
 pub mod source;
 pub mod starter;
 pub mod sweep;
+pub mod templates;
 
 pub use control::Control;
 

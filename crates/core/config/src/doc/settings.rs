@@ -47,6 +47,12 @@ pub struct Setting {
     key: String,
 }
 
+impl Setting {
+    fn is_given(&self) -> bool {
+        self.value.is_some() && self.origin.layer() > 0
+    }
+}
+
 /// All settings of a document, in the order in which they were read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
@@ -111,6 +117,11 @@ impl Settings {
         }
     }
 
+    /// Settings with a value that a file, a variable or a flag set.
+    pub fn given(&self) -> impl Iterator<Item = &Setting> {
+        self.settings.iter().filter(|setting| setting.is_given())
+    }
+
     /// The effective values as a TOML document with the same meaning; a comment after each value
     /// names its origin.
     pub fn to_toml(&self) -> String {
@@ -120,7 +131,7 @@ impl Settings {
     /// Only the values that a file, a variable or a flag set, in the form of [`to_toml`](Self::to_toml):
     /// a short document with the same meaning, as long as defaults do not change.
     pub fn given_to_toml(&self) -> String {
-        self.render(&|setting| setting.value.is_some() && setting.origin.layer() > 0)
+        self.render(&Setting::is_given)
     }
 
     fn render(&self, keep: &dyn Fn(&Setting) -> bool) -> String {

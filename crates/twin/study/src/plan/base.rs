@@ -242,13 +242,13 @@ impl Base {
         setting: &Setting,
         workers_min: Option<u32>,
         workers: u32,
-    ) -> Result<Cluster, Diagnostics> {
+    ) -> Result<(Cluster, Settings), Diagnostics> {
         let mut doc = self.doc_with(true);
         self.set(&mut doc, shape, setting, workers);
         if let Some(workers_min) = workers_min {
             doc.set(&format!("autoscale.workers_min={workers_min}"));
         }
-        Ok(file::read(doc, files::read)?.0)
+        file::read(doc, files::read)
     }
 
     /// The cluster of a candidate, and the origin of each value.

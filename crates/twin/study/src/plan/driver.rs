@@ -350,9 +350,9 @@ impl<'a> Driver<'a> {
     pub(super) fn scaled(&mut self, trial: &Trial, workers_min: u32) -> anyhow::Result<Answer> {
         let shape = &self.ready.shapes[trial.shape];
         let setting = &self.ready.settings[trial.shape][trial.setting];
-        let cluster = self
-            .base
-            .resolve_scaled(shape, setting, Some(workers_min), trial.workers)?;
+        let (cluster, _) =
+            self.base
+                .resolve_scaled(shape, setting, Some(workers_min), trial.workers)?;
         memory::check(&cluster)?;
         let counts = self.counts(trial, false)?;
         let answer = self.simulate_on(&cluster, trial, &counts)?;

@@ -5,6 +5,7 @@
 
 mod at_load;
 mod base;
+mod deployment;
 mod driver;
 mod output;
 mod ready;
@@ -528,6 +529,19 @@ impl Answer {
             output::cost(&self.asked, found),
             settings.given_to_toml()
         )))
+    }
+}
+
+impl Answer {
+    /// The first answer as a deployment of vLLM, for [`Templates`](crate::templates::Templates); `None` if there is none.
+    ///
+    /// # Errors
+    /// If the cluster cannot be resolved again, or vLLM has no documented form of the answer.
+    pub fn deployment(&self, command: &str) -> anyhow::Result<Option<serde_json::Value>> {
+        let Some(Ok(found)) = self.results.first() else {
+            return Ok(None);
+        };
+        deployment::context(&self.asked, found, &self.base, command).map(Some)
     }
 }
 

@@ -50,7 +50,7 @@ pub(super) fn check(base: &Base, shapes: &[Shape], setting: &Setting) -> anyhow:
             "--autoscale-min is for clusters with workers of one kind; add aggregated to --serving, or leave it out"
         );
     };
-    let cluster = base.resolve_scaled(shape, setting, None, 65_535)?;
+    let (cluster, _) = base.resolve_scaled(shape, setting, None, 65_535)?;
     let config = cluster.pools[0].autoscale;
     ensure!(
         config.is_some_and(|config| config.policy != AutoscalePolicy::Custom),

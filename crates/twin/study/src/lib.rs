@@ -7,7 +7,7 @@
 //! - [`run`]: one simulation and its report; [`requests`]: its requests as columns;
 //!   [`outputs`]: its files.
 //! - [`sweep`]: every combination of values; its configurations can run anywhere, in slices.
-//! - [`plan`]: the cheapest cluster; its trials can run anywhere, in batches.
+//! - [`plan`]: the cheapest cluster; its trials can run anywhere, in batches. [`templates`]: files that deploy it.
 //! - [`predict`]: a table of deployments.
 //! - [`starter`]: a cluster file and a workload file to begin with.
 //! - [`columns`]: results in the layout of Arrow.

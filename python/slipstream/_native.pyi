@@ -100,10 +100,6 @@ class Store:
         *,
         block_bytes: int | list[int],
         host_bytes: int,
-        disk_dir: str | None = None,
-        disk_bytes: int = 0,
-        disk_others: list[str] = ...,
-        disk_dirty_bytes: int = ...,
         close_s: float = 30.0,
         ttl_s: float = 0.0,
         keys_max: int = 2048,
@@ -116,6 +112,8 @@ class Store:
         nixl: str | None = None,
         peers_dir: str | None = None,
         engine: str = "",
+        # Settings of tiers below memory: `TIER_SETTING`, such as `disk_dir`.
+        **lower: int | str | list[str] | None,
     ) -> None: ...
     def put(self, keys: list[bytes], data: memoryview) -> int: ...
     def load(

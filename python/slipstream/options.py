@@ -75,8 +75,14 @@ class Options:
     """Interval at which counts are passed to vLLM's metrics, seconds."""
 
 
+LOWER_TIERS = ("disk",)
+"""Tiers below memory. Options of each begin with its name; `TIER_dir` is its folder, or empty."""
+
 WEIGHTS = ("full", "sampled", "model_id")
 """Values of `Options.weights`."""
+
+SHARING = (*(f"{tier}_dir" for tier in LOWER_TIERS), "listen", "peers", "peers_dir")
+"""Options by which blocks outlive an engine, or leave it."""
 
 POSITIVE = (
     "disk_dirty_bytes",
@@ -122,9 +128,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
     if values.get("weights") == "model_id" and not values.get("model_id"):
         wrong.append("`weights` is 'model_id', which needs a `model_id`")
     if values.get("host_bytes") == 0:
-        useless = [
-            name for name in ("disk_dir", "listen", "peers", "peers_dir") if values.get(name)
-        ]
+        useless = [name for name in SHARING if values.get(name)]
         wrong += [f"`{name}` needs `host_bytes` above 0" for name in useless]
     if wrong:
         raise OptionError(
@@ -141,8 +145,12 @@ def of_engine(options: Options, index: int, ranks: int) -> Options:
     """
     if index == 0:
         return options
-    folder = str(Path(options.disk_dir) / f"engine-{index}") if options.disk_dir else ""
-    return replace(options, listen=of_rank(options.listen, index * ranks), disk_dir=folder)
+    given = {f"{tier}_dir": getattr(options, f"{tier}_dir") for tier in LOWER_TIERS}
+    folders: dict[str, Any] = {
+        name: str(Path(folder) / f"engine-{index}") if folder else ""
+        for name, folder in given.items()
+    }
+    return replace(options, listen=of_rank(options.listen, index * ranks), **folders)
 
 
 def of_rank(addresses: list[str], rank: int) -> list[str]:

@@ -14,8 +14,8 @@ use pyo3::types::{PyBytes, PyDict};
 use slipstream_base::width::floor_u64;
 use slipstream_kvstore::store::LoadRequest;
 use slipstream_kvstore::{
-    DiskOptions, DiskTier, Medium, MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerOptions,
-    Region, StoreError, StoreOptions, Tier, clock,
+    Medium, MemoryOptions, MemoryTier, Nixl, NixlOptions, PeerOptions, Region, Setting, StoreError,
+    StoreOptions, TierError, open_lower,
 };
 
 use crate::peers::{addresses, discovery, profile};
@@ -79,16 +79,6 @@ enum BlockBytes {
 struct StoreConfig {
     block_bytes: BlockBytes,
     host_bytes: usize,
-    /// `None`: no disk.
-    #[pyo3(default)]
-    disk_dir: Option<PathBuf>,
-    #[pyo3(default)]
-    disk_bytes: u64,
-    /// Folders whose blocks may also be read ([`DiskOptions::others`]).
-    #[pyo3(default)]
-    disk_others: Vec<PathBuf>,
-    #[pyo3(default = 1 << 30)]
-    disk_dirty_bytes: u64,
     /// Maximum time for which [`Store::close`] writes blocks that wait for the disk.
     #[pyo3(default = 30.0)]
     close_s: f64,
@@ -123,13 +113,9 @@ struct StoreConfig {
     engine: String,
 }
 
-const FIELDS: [&str; 18] = [
+const FIELDS: [&str; 14] = [
     "block_bytes",
     "host_bytes",
-    "disk_dir",
-    "disk_bytes",
-    "disk_others",
-    "disk_dirty_bytes",
     "close_s",
     "ttl_s",
     "keys_max",
@@ -144,25 +130,47 @@ const FIELDS: [&str; 18] = [
     "engine",
 ];
 
+/// A setting of a tier below memory.
+#[derive(FromPyObject)]
+enum LowerSetting {
+    Count(u64),
+    Path(PathBuf),
+    Paths(Vec<PathBuf>),
+}
+
+impl From<LowerSetting> for Setting {
+    fn from(value: LowerSetting) -> Setting {
+        match value {
+            LowerSetting::Count(count) => Setting::Count(count),
+            LowerSetting::Path(path) => Setting::Path(path),
+            LowerSetting::Paths(paths) => Setting::Paths(paths),
+        }
+    }
+}
+
 impl StoreConfig {
-    fn of(arguments: Option<&Bound<'_, PyDict>>) -> PyResult<StoreConfig> {
+    /// Reads the arguments; those that are not its own are settings of tiers below memory.
+    fn of(
+        arguments: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<(StoreConfig, BTreeMap<String, Setting>)> {
         let Some(arguments) = arguments else {
             return Err(PyTypeError::new_err(
                 "block_bytes and host_bytes are missing",
             ));
         };
-        for name in arguments.keys() {
+        let mut lower = BTreeMap::new();
+        for (name, value) in arguments {
             let name: String = name.extract()?;
-            if !FIELDS.contains(&name.as_str()) {
-                return Err(PyTypeError::new_err(format!(
-                    "unknown Store option `{name}`"
-                )));
+            if !FIELDS.contains(&name.as_str())
+                && let Some(value) = value.extract::<Option<LowerSetting>>()?
+            {
+                lower.insert(name, value.into());
             }
         }
-        arguments.extract()
+        Ok((arguments.extract()?, lower))
     }
 
-    fn options(self) -> PyResult<StoreOptions> {
+    fn options(self, lower: BTreeMap<String, Setting>) -> PyResult<StoreOptions> {
         let peers = self.peers()?;
         let ttl_ns = Some(floor_u64(self.ttl_s * 1e9)).filter(|ns| *ns > 0);
         let block_bytes = match self.block_bytes {
@@ -175,16 +183,7 @@ impl StoreConfig {
             ttl_ns,
         });
         let mut options = StoreOptions::new(memory.map_err(|error| to_python(error.into()))?);
-        if let Some(path) = self.disk_dir {
-            let disk = DiskOptions {
-                ttl_ns,
-                dirty_bytes: self.disk_dirty_bytes,
-                others: self.disk_others,
-                ..DiskOptions::new(&path, self.disk_bytes)
-            };
-            let disk = DiskTier::open(clock::now(), clock::unix_ns(), disk);
-            options.lower = vec![disk.map_err(|error| to_python(error.into()))? as Arc<dyn Tier>];
-        }
+        options.lower = open_lower(lower, ttl_ns).map_err(|error| to_python(error.into()))?;
         options.block_bytes = block_bytes;
         options.close_max = seconds(self.close_s);
         options.keys_max = self.keys_max;
@@ -229,11 +228,12 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// Takes the fields of `StoreConfig` as keyword arguments.
+    /// Takes the fields of `StoreConfig` and settings of tiers below memory as keyword arguments.
     #[new]
     #[pyo3(signature = (**arguments))]
     fn new(arguments: Option<&Bound<'_, PyDict>>) -> PyResult<Store> {
-        let options = StoreConfig::of(arguments)?.options()?;
+        let (config, lower) = StoreConfig::of(arguments)?;
+        let options = config.options(lower)?;
         let store = slipstream_kvstore::Store::start(options).map_err(to_python)?;
         Ok(Store { store })
     }
@@ -377,6 +377,7 @@ pub(crate) fn to_python(error: StoreError) -> PyErr {
         | StoreError::Buffer { .. }
         | StoreError::Sources { .. }
         | StoreError::Unreachable { .. } => PyValueError::new_err(text),
+        StoreError::Tier(TierError::Setting { .. }) => PyTypeError::new_err(text),
         StoreError::Thread(_) => PyRuntimeError::new_err(text),
         StoreError::Tier(_) | StoreError::Transport(_) | StoreError::Discovery(_) => {
             PyOSError::new_err(text)

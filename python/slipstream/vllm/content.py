@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream._native import digest_files
+from slipstream.options import SHARING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,10 +85,6 @@ TOKENIZER = (
 
 OF_THE_TOOL = {"_name_or_path", "transformers_version"}
 """Entries of a configuration that name the software that wrote it."""
-
-
-SHARING = ("disk_dir", "listen", "peers", "peers_dir")
-"""Options by which blocks outlive an engine, or leave it."""
 
 REMEDY = "set `model_id` to a name that changes whenever they do"
 

@@ -8,14 +8,14 @@ import logging
 import os
 import re
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream._native import Peers as NativePeers
 from slipstream._native import Store as NativeStore
 from slipstream.nixl import find_library, is_wanted
-from slipstream.options import of_rank
+from slipstream.options import LOWER_TIERS, SHARING, of_rank
 from slipstream.vllm.content import is_private
 from slipstream.vllm.identity import is_random
 
@@ -42,14 +42,9 @@ def open_store(
     if options.host_bytes == 0:
         return None
     options = shareable(options, identity)
-    folder = disk_folder(options.disk_dir, identity)
     return NativeStore(
         block_bytes=block_bytes,
         host_bytes=options.host_bytes,
-        disk_dir=folder,
-        disk_bytes=options.disk_bytes,
-        disk_others=other_folders(folder, rank, ranks_of(identity)) if folder else [],
-        disk_dirty_bytes=options.disk_dirty_bytes,
         close_s=options.close_s,
         ttl_s=options.ttl_s,
         keys_max=options.keys_max,
@@ -63,14 +58,35 @@ def open_store(
         nixl=find_library() if is_wanted(options.listen + options.peers) else None,
         peers_dir=meeting_place(options),
         engine=engine,
+        **lower_settings(options, identity, rank),
     )
 
 
+def lower_settings(
+    options: Options, identity: dict[str, str], rank: int
+) -> dict[str, int | str | list[str] | None]:
+    """Return the store's settings of the tiers below memory, for one rank.
+
+    A tier's options are its settings, except that each identity has a folder in `TIER_dir`.
+    """
+    settings: dict[str, int | str | list[str] | None] = {}
+    for tier in LOWER_TIERS:
+        of_tier = (option.name for option in fields(options) if option.name.startswith(f"{tier}_"))
+        settings |= {name: getattr(options, name) for name in of_tier}
+        folder = tier_folder(tier, getattr(options, f"{tier}_dir"), identity)
+        settings[f"{tier}_dir"] = folder
+        settings[f"{tier}_others"] = (
+            other_folders(folder, rank, ranks_of(identity)) if folder else []
+        )
+    return settings
+
+
 def shareable(options: Options, identity: dict[str, str]) -> Options:
-    """Return the options without disk and peers if the model is not identified."""
+    """Return the options without lower tiers and peers if the model is not identified."""
     if not is_private(identity):
         return options
-    return replace(options, disk_dir="", listen=[], peers=[], peers_dir="")
+    defaults = type(options)()
+    return replace(options, **{name: getattr(defaults, name) for name in SHARING})
 
 
 def ranks_of(identity: dict[str, str]) -> int:
@@ -88,25 +104,27 @@ def own_name(rank: int) -> str:
     return f"{socket.gethostname()}, process {os.getpid()}, rank {rank}"
 
 
-def disk_folder(disk_dir: str, identity: dict[str, str]) -> str | None:
-    """Return the folder for blocks of one identity, which blocks of another model never share.
+def tier_folder(tier: str, given: str, identity: dict[str, str]) -> str | None:
+    """Return a tier's folder for blocks of one identity, which blocks of another model never share.
 
-    The inputs of the folder's name are written to a file next to it. `None` if `disk_dir` is unset
-    or of no use.
+    The inputs of the folder's name are written to a file next to it. `None` if no folder is `given`
+    or it is of no use.
     """
-    if not disk_dir:
+    if not given:
         return None
     if is_random(identity["hash_seed"]):
         logger.warning(
-            "slipstream: `disk_dir` is not used: with the hash algorithm %s each start hashes "
-            "otherwise, so nothing on disk would ever be found again; set PYTHONHASHSEED",
+            "slipstream: `%s_dir` is not used: with the hash algorithm %s each start hashes "
+            "otherwise, so nothing on %s would ever be found again; set PYTHONHASHSEED",
+            tier,
             identity["hash_algorithm"],
+            tier,
         )
         return None
     text = json.dumps(identity, indent=2, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     # The rank is in the name for the cleanup by other engines.
-    folder = Path(disk_dir).expanduser() / f"{name}-{identity['rank']}"
+    folder = Path(given).expanduser() / f"{name}-{identity['rank']}"
     folder.mkdir(parents=True, exist_ok=True)
     folder.with_suffix(".json").write_text(text + "\n")
     return str(folder)

@@ -9,7 +9,7 @@ from slipstream.options import Options
 from slipstream.vllm import SlipstreamConnector
 from slipstream.vllm.content import content_of
 from slipstream.vllm.identity import hash_seed, identity_of
-from slipstream.vllm.open import disk_folder
+from slipstream.vllm.open import tier_folder
 from test_transfers import BLOCK_BYTES, OURS, settle, wait_loaded, wait_saved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -60,12 +60,12 @@ def test_no_folder_is_made_that_the_next_start_cannot_find(
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     identity = {"rank": "0", "hash_algorithm": "xxhash", "hash_seed": hash_seed("xxhash")}
-    assert disk_folder(str(tmp_path), identity) is None
+    assert tier_folder("disk", str(tmp_path), identity) is None
     assert "set PYTHONHASHSEED" in caplog.text
     assert not list(tmp_path.iterdir())
     for seed in ("7", "random"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        assert disk_folder(str(tmp_path), identity | {"hash_seed": hash_seed("xxhash")})
+        assert tier_folder("disk", str(tmp_path), identity | {"hash_seed": hash_seed("xxhash")})
 
 
 def test_disk_outlives_the_engine_and_knows_the_model(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ pub use region::{Region, RegionError};
 pub use store::{PeerDiscovery, PeerOptions, Store, StoreError, StoreOptions};
 pub use tier::disk::{DiskOptions, DiskTier};
 pub use tier::memory::{MemoryOptions, MemoryTier, Pinned};
-pub use tier::{Medium, Tier, TierChange, TierError, TierStats};
+pub use tier::{Medium, Setting, Settings, Tier, TierChange, TierError, TierStats, open_lower};
 pub use transport::{
     Address, BlockEndpoint, BlockTransport, Completion, EndpointOptions, Fetch, FetchError, Nixl,
     PeerId, SubmitError, TransferId, TransportError, TransportEvent, TransportStats,

@@ -28,9 +28,9 @@ use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u16, to_usize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Medium, Tier, TierChange, TierError, TierStats};
-use crate::checksum;
+use super::{Medium, Settings, Tier, TierChange, TierError, TierStats};
 use crate::ledger::{Cleared, Ledger, Removal};
+use crate::{checksum, clock};
 
 const MAGIC: [u8; 8] = *b"SLIPKVB1";
 const HEADER_BYTES: usize = 64;
@@ -74,6 +74,30 @@ impl DiskOptions {
             others: Vec::new(),
         }
     }
+}
+
+/// Opens the disk tier that `settings` ask for: `dir`, `bytes`, `dirty_bytes`, and `others` of [`DiskOptions`].
+pub(super) fn open_with(
+    settings: &mut Settings,
+    ttl_ns: Option<u64>,
+) -> Result<Option<Arc<dyn Tier>>, TierError> {
+    let (folder, bytes) = (settings.path("dir")?, settings.count("bytes", 0)?);
+    let dirty_bytes = settings.count("dirty_bytes", 1 << 30)?;
+    let others = settings.paths("others")?;
+    let Some(folder) = folder else {
+        return Ok(None);
+    };
+    let options = DiskOptions {
+        ttl_ns,
+        dirty_bytes,
+        others,
+        ..DiskOptions::new(&folder, bytes)
+    };
+    Ok(Some(DiskTier::open(
+        clock::now(),
+        clock::unix_ns(),
+        options,
+    )?))
 }
 
 /// Blocks in files of a folder. All calls except [`Tier::clear`] do disk I/O and may be slow. None

@@ -2,12 +2,17 @@
 
 pub mod disk;
 pub mod memory;
+mod settings;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use slipstream_base::SimTime;
 
 use crate::arena::ArenaError;
+
+pub use settings::{Setting, Settings};
 
 /// The medium of a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,6 +42,47 @@ impl Medium {
             Medium::Host => "CPU",
             Medium::Disk => "STORAGE",
         }
+    }
+}
+
+/// A tier below memory.
+struct Lower {
+    /// What the names of its settings begin with.
+    name: &'static str,
+    open: OpenTier,
+}
+
+/// Opens a tier, for blocks that are kept for so long, ns; `None`: the settings ask for none.
+type OpenTier = fn(&mut Settings, Option<u64>) -> Result<Option<Arc<dyn Tier>>, TierError>;
+
+/// The tiers below memory, from the fastest.
+const LOWER: &[Lower] = &[Lower {
+    name: "disk",
+    open: disk::open_with,
+}];
+
+/// Opens the tiers below memory that `settings` ask for. Their names are `TIER_SETTING`, such as `disk_dir`. Blocks are
+/// kept for `ttl_ns`; `None`: until they are evicted.
+///
+/// # Errors
+///
+/// [`TierError::Setting`], or that a tier cannot be opened.
+pub fn open_lower(
+    mut settings: BTreeMap<String, Setting>,
+    ttl_ns: Option<u64>,
+) -> Result<Vec<Arc<dyn Tier>>, TierError> {
+    let mut tiers = Vec::new();
+    for lower in LOWER {
+        let mut own = Settings::of(lower.name, &mut settings);
+        tiers.extend((lower.open)(&mut own, ttl_ns)?);
+        own.end()?;
+    }
+    match settings.pop_first() {
+        None => Ok(tiers),
+        Some((name, _)) => Err(TierError::Setting {
+            name,
+            why: "is unknown",
+        }),
     }
 }
 
@@ -182,6 +228,14 @@ pub enum TierError {
     InUse {
         /// The folder.
         path: PathBuf,
+    },
+    /// A setting of a tier below memory is unknown or has a wrong value.
+    #[error("the option `{name}` {why}")]
+    Setting {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        why: &'static str,
     },
     /// The memory could not be allocated.
     #[error(transparent)]

@@ -7,7 +7,8 @@ Kolmogorov-Smirnov test tells the distributions of slowdowns apart. See docs/net
 ns-3".
 
 Environment: NS3_SEEDS (numbers, separated by commas), NS3_RUNS (networks per kind and seed),
-NS3_CONTROLS (such as `NewReno,BBR`).
+NS3_CONTROLS (such as `NewReno,BBR`), NS3_SACK (1: SACK and proportional rate reduction in both, in
+the pools only; RACK, which ns-3 lacks, is off).
 """
 
 import hashlib
@@ -35,6 +36,7 @@ RUNS = int(os.environ.get("NS3_RUNS", "5"))
 # Seeds that are drawn from the commit, and resampled sets of networks for an interval.
 SEEDS = 3
 RESAMPLES = 2_000
+SACK = os.environ.get("NS3_SACK", "0") == "1"
 MSS = 1448
 # TCP and IP headers of 20 bytes each and the two of PPP, without options.
 HEADER = 42
@@ -57,6 +59,7 @@ class Case:
     window: int = 2
     mark: int = NO_MARK
     seed: int = 1
+    sack: bool = False
 
 
 def dumbbell(name: str, queue: int, delay_ns: int, flows: list[tuple[int, int]]) -> Case:
@@ -239,7 +242,7 @@ def random_case(seed: int, kind: str, control: str, number: int) -> Case:
         flows.append((size, start, [host[src], *graph.path(src, dst), host[dst]]))
     hosts = {at: node for node, at in host.items()}
     name = f"{control}, {kind} {number}"
-    return Case(name, toml, links, queue, ssthresh, flows, hosts, control, window, mark, number + 1)
+    return Case(name, toml, links, queue, ssthresh, flows, hosts, control, window, mark, number + 1, SACK)
 
 
 def ours(binary: str, case: Case, folder: Path) -> tuple[dict[int, int], int]:
@@ -252,7 +255,7 @@ def ours(binary: str, case: Case, folder: Path) -> tuple[dict[int, int], int]:
             f"path = {path[1:-1]}\nheader_bytes = {HEADER}\nack_bytes = {HEADER}\n"
             f"traffic = {{ size = {size}, initial_delay = {start / 1e9!r}, pkt_size_dist = {MSS}, "
             f'tcp = {{ cc_algorithm = "{case.control}", ssthresh = {case.ssthresh}, '
-            f"initial_window = {case.window} }} }}\n"
+            f"initial_window = {case.window}, sack = {str(case.sack).lower()}, rack = false }} }}\n"
         )
     file = folder / "case.toml"
     file.write_text("".join(parts))
@@ -280,6 +283,7 @@ def theirs(reference: str, case: Case, folder: Path) -> tuple[dict[int, int], in
         f"queue {case.queue}",
         f"mark {case.mark}",
         f"seed {case.seed}",
+        f"sack {int(case.sack)}",
     ]
     lines += [f"link {a} {b} {rate} {delay}" for a, b, rate, delay in case.links]
     for i, (size, start, path) in enumerate(case.flows):

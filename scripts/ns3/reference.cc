@@ -2,7 +2,7 @@
 //
 // Input, a line each: `control NAME` (NewReno, CUBIC, DCTCP, BBR), `mss BYTES`, `window SEGMENTS`,
 // `ssthresh BYTES`, `queue PACKETS`, `mark PACKETS` (a packet that finds more than so many waiting is
-// marked), `seed NUMBER`, `link A B BITS_PER_S DELAY_NS`, `flow ID BYTES START_NS NODE NODE …` (its
+// marked), `seed NUMBER`, `sack 0` or `1` (with proportional rate reduction), `link A B BITS_PER_S DELAY_NS`, `flow ID BYTES START_NS NODE NODE …` (its
 // path, hosts at both ends). Output: `ID NS`, from the first data packet to the arrival of the last
 // byte; -1 if it did not arrive. Then `drops PACKETS` and `marks PACKETS`.
 #include <cstdint>
@@ -125,6 +125,7 @@ main(int argc, char* argv[])
     uint32_t window = 2;
     uint32_t mark = 0xffffffff;
     uint32_t seed = 1;
+    uint32_t sack = 0;
     std::string congestion = "NewReno";
     std::string queue = "100";
     uint32_t nodeCount = 0;
@@ -149,6 +150,10 @@ main(int argc, char* argv[])
         else if (kind == "seed")
         {
             words >> seed;
+        }
+        else if (kind == "sack")
+        {
+            words >> sack;
         }
         else if (kind == "mss")
         {
@@ -198,8 +203,9 @@ main(int argc, char* argv[])
     // segments instead of 20.
     Config::SetDefault("ns3::TcpCubic::CntClamp", UintegerValue(255));
     Config::SetDefault("ns3::TcpL4Protocol::RecoveryType",
-                       TypeIdValue(TcpClassicRecovery::GetTypeId()));
-    Config::SetDefault("ns3::TcpSocketBase::Sack", BooleanValue(false));
+                       TypeIdValue(sack ? TcpPrrRecovery::GetTypeId()
+                                        : TcpClassicRecovery::GetTypeId()));
+    Config::SetDefault("ns3::TcpSocketBase::Sack", BooleanValue(sack));
     Config::SetDefault("ns3::TcpSocketBase::Timestamp", BooleanValue(false));
     Config::SetDefault("ns3::TcpSocketBase::LimitedTransmit", BooleanValue(false));
     Config::SetDefault("ns3::TcpSocket::DelAckCount", UintegerValue(1));

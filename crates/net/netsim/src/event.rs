@@ -19,6 +19,8 @@ pub(crate) enum EventKind {
     Pull = 4,
     /// NDP: a header that a full switch sends back to its sender.
     Return = 5,
+    /// Acknowledgment with a SACK option; `seq` is the option's index in its shard's store.
+    Sack = 6,
     /// Start of the flow of endpoint `what`.
     Start = 8,
     /// A timer of endpoint `what`; `seq` identifies it.
@@ -40,8 +42,8 @@ const KINDS: [EventKind; 16] = [
     EventKind::Cnp,
     EventKind::Pull,
     EventKind::Return,
-    EventKind::Return,
-    EventKind::Return,
+    EventKind::Sack,
+    EventKind::Sack,
     EventKind::Start,
     EventKind::Timer,
     EventKind::Tick,
@@ -113,6 +115,12 @@ impl NetEvent {
     #[inline]
     pub(crate) fn kind(self) -> EventKind {
         KINDS[(self.meta >> 24 & 15) as usize]
+    }
+
+    /// Whether this is an acknowledgment with a SACK option.
+    #[inline]
+    pub(crate) fn is_sack(self) -> bool {
+        self.meta >> 24 & 15 == EventKind::Sack as u32
     }
 
     #[inline]

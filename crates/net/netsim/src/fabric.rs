@@ -13,6 +13,7 @@ use crate::aqm::{Aqm, Verdict};
 use crate::buffer::{Ingress, Memory};
 use crate::event::{CE, ECT, EventKind, NetEvent};
 use crate::net::Net;
+use crate::sack::{SackOption, SackStore};
 use crate::scheduled::Scheduled;
 use crate::step::{Place, Step};
 use crate::topology::PortId;
@@ -237,6 +238,19 @@ impl Tally {
     }
 }
 
+/// Events for another shard, with their times, and the options of the ACKs among them in the same order.
+#[derive(Debug, Default)]
+pub(crate) struct Mail {
+    events: Vec<(u64, NetEvent)>,
+    options: Vec<SackOption>,
+}
+
+impl Mail {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.events.is_empty()
+    }
+}
+
 /// The ports of a shard, its event queue and its outgoing mail.
 pub(crate) struct ShardPorts {
     pub(crate) shard: usize,
@@ -258,8 +272,10 @@ pub(crate) struct ShardPorts {
     pub(crate) aqms: Vec<Aqm>,
     /// Probability that a packet is lost on its way into a port.
     pub(crate) loss: f64,
+    /// Options of ACKs that are in this shard.
+    pub(crate) sacks: SackStore,
     /// Events for other shards, by shard.
-    pub(crate) mail: Vec<Vec<(u64, NetEvent)>>,
+    pub(crate) mail: Vec<Mail>,
     pub(crate) mail_first: u64,
     pub(crate) tally: Tally,
     pub(crate) seed: u64,
@@ -355,8 +371,7 @@ impl ShardPorts {
         if next == self.shard {
             self.wheel.push(arrival, event);
         } else {
-            self.mail[next].push((arrival, event));
-            self.mail_first = self.mail_first.min(arrival);
+            self.post(next, arrival, event);
         }
     }
 
@@ -435,6 +450,9 @@ impl ShardPorts {
             self.tally.data_drops += 1;
         } else {
             self.tally.control_drops += 1;
+            if event.is_sack() {
+                self.sacks.take(event.seq);
+            }
         }
     }
 
@@ -450,9 +468,19 @@ impl ShardPorts {
         if to.shard() == self.shard {
             self.wheel.push(time, event);
         } else {
-            self.mail[to.shard()].push((time, event));
-            self.mail_first = self.mail_first.min(time);
+            self.post(to.shard(), time, event);
         }
+    }
+
+    /// Mails an event, with its option, to another shard.
+    #[inline]
+    fn post(&mut self, to: usize, time: u64, event: NetEvent) {
+        let mail = &mut self.mail[to];
+        if event.is_sack() {
+            mail.options.push(self.sacks.take(event.seq));
+        }
+        mail.events.push((time, event));
+        self.mail_first = self.mail_first.min(time);
     }
 
     /// Packets in queues that are not events. (Those in FIFO ports are the events of their
@@ -464,8 +492,19 @@ impl ShardPorts {
     }
 
     /// Takes mail that was written before the current window.
-    pub(crate) fn receive(&mut self, mail: &mut Vec<(u64, NetEvent)>) {
-        for (time, event) in mail.drain(..) {
+    pub(crate) fn receive(&mut self, mail: &mut Mail) {
+        if mail.options.is_empty() {
+            for (time, event) in mail.events.drain(..) {
+                self.wheel.push(time, event);
+            }
+            return;
+        }
+        let mut options = mail.options.drain(..);
+        for (time, mut event) in mail.events.drain(..) {
+            if event.is_sack() {
+                let option = options.next().expect("an option for each such event");
+                event.seq = self.sacks.put(option);
+            }
             self.wheel.push(time, event);
         }
     }

@@ -19,13 +19,14 @@ use crate::aqm::Aqm;
 use crate::buffer::{Ingress, Memory, NO_SWITCH};
 use crate::error::Error;
 use crate::event::EventKind;
-use crate::fabric::{PortSpec, Rings, ShardPorts, Tally, UNLIMITED};
+use crate::fabric::{Mail, PortSpec, Rings, ShardPorts, Tally, UNLIMITED};
 use crate::failure::{Outages, epochs};
 use crate::link::{LinkClass, serialization_ns};
 use crate::net::{Net, Reroute, Rows};
 use crate::queueing::{self, Discipline, NO_INGRESS, PAUSE_BYTES, Rules};
 use crate::retry::{PathVisitor, QueueBounds};
 use crate::route::Router;
+use crate::sack::SackStore;
 use crate::scenario::{Flow, Paths, Scenario, Transport};
 use crate::scheduled::{PortLimits, Scheduled};
 use crate::series::Sampler;
@@ -708,7 +709,8 @@ fn ports_of_shard(scenario: &Scenario, shard: u32, shards: u32, shift: u32) -> S
         rings: Rings::default(),
         aqms: vec![Aqm::TailDrop, scenario.queue.aqm],
         loss: scenario.queue.loss,
-        mail: vec![Vec::new(); shards as usize],
+        sacks: SackStore::default(),
+        mail: (0..shards).map(|_| Mail::default()).collect(),
         mail_first: u64::MAX,
         tally: Tally::default(),
         seed: mix::draw(scenario.seed, 0x706f_7274),

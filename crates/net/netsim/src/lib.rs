@@ -75,6 +75,7 @@ pub mod queueing;
 pub mod result;
 mod retry;
 pub mod route;
+mod sack;
 pub mod scenario;
 pub mod scheduled;
 pub mod series;

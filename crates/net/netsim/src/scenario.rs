@@ -177,6 +177,10 @@ pub struct Tcp {
     /// Avoids segments shorter than the MSS while more data waits (RFC 9293 section 3.8.6.2.1).
     /// `false`: each segment is min(MSS, window left, data left), as Days' Reno sends them.
     pub sws_avoidance: bool,
+    /// Selective acknowledgments (RFC 2018, 6675); `false`: duplicate ACKs and go-back-N.
+    pub sack: bool,
+    /// RACK-TLP (RFC 8985), with `sack` only.
+    pub rack: bool,
 }
 
 impl Tcp {
@@ -190,6 +194,8 @@ impl Tcp {
             rto_ns_initial: None,
             ecn: false,
             sws_avoidance: true,
+            sack: false,
+            rack: false,
         }
     }
 }

@@ -8,8 +8,7 @@ use slipstream_des::{Spin, WindowBarrier};
 
 use crate::deadlock::{self, Deadlock};
 use crate::error::Error;
-use crate::event::NetEvent;
-use crate::fabric::Tally;
+use crate::fabric::{Mail, Tally};
 use crate::flow::FlowResult;
 use crate::layout::Builder;
 use crate::link::serialization_ns;
@@ -564,9 +563,6 @@ impl Report<'_> {
     }
 }
 
-/// A mailbox: events with their times.
-type MailBox = Mutex<Vec<(u64, NetEvent)>>;
-
 /// State that the threads of a run share.
 struct RunThreads<'a> {
     net: &'a Net,
@@ -581,7 +577,7 @@ struct RunThreads<'a> {
     words: usize,
     shards: Vec<Mutex<Shard>>,
     /// Mail from shard a to shard b at `a * shards + b`, by parity of the window that wrote it.
-    boxes: [Vec<MailBox>; 2],
+    boxes: [Vec<Mutex<Mail>>; 2],
     /// By parity and reader: the set of shards that wrote to it.
     pending: [Vec<AtomicU64>; 2],
     /// The last window in which a thread took the shard.

@@ -129,6 +129,8 @@ const OURS_TRAFFIC: &[&str] = &[
     "traffic.tcp.rto_min",
     "traffic.tcp.rto_initial",
     "traffic.tcp.gain",
+    "traffic.tcp.sack",
+    "traffic.tcp.rack",
     "traffic.roce.dcqcn",
     "traffic.roce.window",
     "traffic.roce.rto",

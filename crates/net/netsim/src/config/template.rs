@@ -341,6 +341,16 @@ impl<'a> TemplateReader<'a> {
         }
         let algorithm = ALGORITHMS[chosen];
         let (rto_ns_min, rto_ns_initial) = read_timeouts(t);
+        // Days has neither.
+        let sack = t.get("sack").or(self.dialect == Dialect::Slipstream);
+        let rack = t.get("rack").or(sack);
+        if rack && !sack {
+            t.error(
+                "rack",
+                "`rack` needs `sack`, which is false",
+                "set sack = true, or remove `rack`",
+            );
+        }
         let short = algorithm.short_segments_in_days && self.dialect == Dialect::Days;
         Tcp {
             congestion: (algorithm.read)(t),
@@ -353,6 +363,8 @@ impl<'a> TemplateReader<'a> {
             rto_ns_initial,
             ecn: t.get("ecn").or(algorithm.ecn),
             sws_avoidance: t.get("sws_avoidance").or(!short),
+            sack,
+            rack,
         }
     }
 }

@@ -94,6 +94,8 @@ impl<'a> EndpointMaker<'a> {
             rto_min_ns: tcp.rto_ns_min,
             rto_initial_ns: self.timeouts[laid.index as usize],
             sws_avoidance: tcp.sws_avoidance,
+            sack: tcp.sack,
+            rack: tcp.rack,
             control: Control::new(&tcp.congestion, seed),
             bytes: flow.demand.bytes(),
             app,
@@ -105,6 +107,7 @@ impl<'a> EndpointMaker<'a> {
             flow.header_bytes,
             flow.ack_bytes,
             laid.total(),
+            tcp.sack.then(Box::default),
         );
         shards[laid.sender.shard()]
             .tcp_senders

@@ -64,7 +64,15 @@ impl RttEstimator {
         if self.timed != 0 && ack >= self.timed {
             self.sample(now - self.timed_at);
             self.timed = 0;
-        } else if self.timed_out != 0 {
+        } else {
+            self.on_unmeasured();
+        }
+    }
+
+    /// An ACK of new data without a measurement.
+    #[inline]
+    pub(super) fn on_unmeasured(&mut self) {
+        if self.timed_out != 0 {
             // As with timestamps, which headers here have only if `header_bytes` counts them: an ACK of
             // a retransmission is a measurement too (RFC 7323 section 4.1), and a measurement ends
             // the back-off (RFC 6298 section 5). Without, the timeouts of a window of losses double.
@@ -83,7 +91,7 @@ impl RttEstimator {
     }
 
     /// RFC 6298 section 2.
-    fn sample(&mut self, rtt: u64) {
+    pub(super) fn sample(&mut self, rtt: u64) {
         if self.srtt == 0 {
             self.srtt = rtt;
             self.rttvar = rtt / 2;

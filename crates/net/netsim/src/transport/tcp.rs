@@ -1,6 +1,9 @@
 //! TCP: cumulative ACKs, one per packet; NewReno recovery; one lazy timer per flow.
 
+mod rack;
 mod receiver;
+mod scoreboard;
+mod selective;
 
 use slipstream_base::width::{low_u32, to_u32};
 
@@ -14,6 +17,7 @@ use crate::transport::rtt::RttEstimator;
 use crate::transport::{Paced, SendCount, SenderState};
 
 pub(crate) use receiver::TcpReceiver;
+use selective::Selective;
 
 /// Duplicate ACKs that indicate a loss (RFC 5681 section 3.2).
 const DUPLICATES: u32 = 3;
@@ -56,6 +60,8 @@ pub(crate) struct TcpSender {
     pub(crate) control: Control,
     app: Option<Box<Paced>>,
     tick_at: u64,
+    /// Recovery with SACK; `None`: by duplicate ACKs and go-back-N.
+    selective: Option<Box<Selective>>,
     pub(crate) count: SendCount,
     pub(crate) flow: u32,
     pub(crate) start: u64,
@@ -79,6 +85,8 @@ pub(crate) struct TcpSetup {
     /// Timeout before the first measurement, ns.
     pub(crate) rto_initial_ns: u64,
     pub(crate) sws_avoidance: bool,
+    pub(crate) sack: bool,
+    pub(crate) rack: bool,
     pub(crate) control: Control,
     /// All data at once, or in chunks.
     pub(crate) bytes: Option<u64>,
@@ -122,6 +130,7 @@ impl TcpSender {
             control: s.control,
             app: s.app.map(Box::new),
             tick_at: 0,
+            selective: s.sack.then(|| Box::new(Selective::new(s.rack))),
             count: SendCount::default(),
             flow: s.flow,
             start: 0,
@@ -142,8 +151,18 @@ impl TcpSender {
         if let Some(app) = &mut self.app {
             app.begin(now);
         }
-        self.send(now, fabric, net);
+        self.send_any(now, fabric, net);
         self.check_end(now)
+    }
+
+    /// Sends what window and data allow.
+    fn send_any(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) {
+        if let Some(mut selective) = self.selective.take() {
+            self.send_selective(now, &mut selective, fabric, net);
+            self.selective = Some(selective);
+        } else {
+            self.send(now, fabric, net);
+        }
     }
 
     /// Handles an ACK. True if it completes the flow.
@@ -155,6 +174,9 @@ impl TcpSender {
         net: &Net,
     ) -> bool {
         self.count.acks += 1;
+        if self.selective.is_some() {
+            return self.on_selective_ack(now, event, fabric, net);
+        }
         let ack = widen(event.seq, self.una);
         let marked = event.has(CE);
         if ack > self.una {
@@ -269,6 +291,10 @@ impl TcpSender {
         fabric: &mut ShardPorts,
         net: &Net,
     ) {
+        if self.selective.is_some() {
+            self.on_selective_timer(now, event, fabric, net);
+            return;
+        }
         if event.seq == PACE {
             self.pace_at = 0;
             self.send(now, fabric, net);
@@ -303,7 +329,7 @@ impl TcpSender {
     pub(crate) fn on_tick(&mut self, now: u64, fabric: &mut ShardPorts, net: &Net) -> bool {
         if now == self.tick_at {
             self.tick_at = 0;
-            self.send(now, fabric, net);
+            self.send_any(now, fabric, net);
         }
         self.check_end(now)
     }
@@ -346,6 +372,12 @@ impl TcpSender {
             }
             self.arm(fabric);
         }
+        self.await_app(fabric);
+    }
+
+    /// Schedules the application's next data if all of the last is sent.
+    #[inline]
+    fn await_app(&mut self, fabric: &mut ShardPorts) {
         if let Some(app) = &self.app
             && self.nxt == self.limit
             && !app.is_over()
@@ -386,6 +418,17 @@ impl TcpSender {
         } else {
             self.rtt.on_sent(now, at + u64::from(size));
         }
+        if let Control::Bbr(bbr) = &mut self.control {
+            let flight = self.nxt - self.una;
+            let size = u64::from(size);
+            bbr.on_sent(now, at + size, size, flight, &self.w);
+        }
+        self.put(now, at, size, fabric, net);
+    }
+
+    /// Counts a packet and submits it.
+    #[inline]
+    fn put(&mut self, now: u64, at: u64, size: u32, fabric: &mut ShardPorts, net: &Net) {
         self.count.packets += 1;
         self.count.bytes += u64::from(size);
         self.count.time_sum = self.count.time_sum.wrapping_add(now);
@@ -395,11 +438,6 @@ impl TcpSender {
         } else {
             self.row
         };
-        if let Control::Bbr(bbr) = &mut self.control {
-            let flight = self.nxt - self.una;
-            let size = u64::from(size);
-            bbr.on_sent(now, at + size, size, flight, &self.w);
-        }
         let event = NetEvent::packet(
             EventKind::Data,
             row,
@@ -411,9 +449,14 @@ impl TcpSender {
     }
 
     fn arm(&mut self, fabric: &mut ShardPorts) {
-        if self.timer_at == 0 || self.deadline < self.timer_at {
-            self.timer_at = self.deadline;
-            fabric.schedule(self.deadline, EventKind::Timer, self.me.0, 0);
+        self.arm_until(self.deadline, fabric);
+    }
+
+    #[inline]
+    fn arm_until(&mut self, deadline: u64, fabric: &mut ShardPorts) {
+        if self.timer_at == 0 || deadline < self.timer_at {
+            self.timer_at = deadline;
+            fabric.schedule(deadline, EventKind::Timer, self.me.0, 0);
         }
     }
 
@@ -472,9 +515,16 @@ mod tests {
     #[test]
     fn no_delivery_is_credited_that_did_not_arrive() {
         let mut credited = 0;
-        for (i, (loss, capacity)) in [(0.0, 43), (0.0, 9), (0.01, 1_000), (0.05, 60), (0.001, 171)]
-            .into_iter()
-            .enumerate()
+        for (i, (loss, capacity)) in [
+            (0.0, 43),
+            (0.0, 9),
+            (0.01, 1_000),
+            (0.05, 60),
+            (0.001, 171),
+            (0.0, 43),
+        ]
+        .into_iter()
+        .enumerate()
         {
             // Chunks of an application: segments of different sizes.
             for demand in [
@@ -487,7 +537,8 @@ mod tests {
                      propagation_ns = 10_000_000\nhost = {{ rate = 1e9, propagation_ns = 0 }}\n\
                      [switch]\nport_rate = 2e7\ncapacity = {capacity}\nloss = {loss}\n[[flow]]\n\
                      graph = [[0, 1]]\ntraffic = {{ {demand}, tcp = {{ cc_algorithm = \"BBR\", \
-                     rto_min = 0.05 }} }}\n"
+                     rto_min = 0.05, sack = {} }} }}\n",
+                    i % 2 == 0
                 );
                 let config = crate::config::read(Doc::parse("t.toml", toml.as_bytes()))
                     .unwrap_or_else(|e| panic!("{e}"));

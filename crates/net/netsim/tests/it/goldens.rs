@@ -64,33 +64,33 @@ fn examples_match_their_golden_results() {
     check_golden(
         "failures.toml",
         &[],
-        (16, 22_272, 442, 0x4277_3b9d_9e1f_b2ae),
+        (16, 22_266, 439, 0xf799_6921_8df4_9175),
     );
     check_golden(
         "bbr.toml",
         &[("duration = 10.0", "duration = 1.0")],
-        (0, 17_011, 106, 0x87e2_4610_023e_ca6a),
+        (0, 16_851, 82, 0xe307_38b7_1e7c_4e50),
     );
     check_golden(
         "web-search.toml",
         &[("span = 0.02", "span = 0.001")],
-        (27, 36_414, 0, 0xae47_ef11_9a88_a45c),
+        (27, 36_414, 0, 0x0bf3_fa9c_4cf8_14a6),
     );
     check_golden(
         "collectives.toml",
         &[],
-        (206, 67_918, 0, 0xb12d_d17d_c15c_8064),
+        (206, 67_918, 0, 0xe9c1_0d1b_8092_da3c),
     );
     check_golden(
         "days-dialect.toml",
         &[],
         (119, 14_410, 0, 0x010b_f8e8_0a61_5755),
     );
-    check_golden("paths.toml", &[], (3, 10_281, 6, 0xb4ed_bf6c_b7ab_b9c1));
-    check_golden("classes.toml", &[], (3, 6_592, 156, 0x6608_e18a_0cd5_87b6));
+    check_golden("paths.toml", &[], (3, 10_284, 9, 0xc526_29c9_32f0_189a));
+    check_golden("classes.toml", &[], (3, 6_589, 164, 0x8b5c_89bc_8801_8694));
     check_golden(
         "dragonfly.toml",
         &[],
-        (72, 9_202, 65, 0x4727_27ab_78a5_cb5e),
+        (72, 9_266, 66, 0x474a_891b_5f3a_391f),
     );
 }

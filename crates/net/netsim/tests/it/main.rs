@@ -19,4 +19,5 @@ mod notes;
 mod outputs;
 mod properties;
 mod published;
+mod recovery;
 mod transports;

@@ -58,9 +58,32 @@ pub(crate) enum Recovery {
     Done,
 }
 
+/// With SACK: how an ACK changes the recovery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Same,
+    Begins,
+    Ends,
+}
+
+/// With SACK: what an ACK, or a timer that shows losses, reports.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Delivery {
+    /// Bytes that arrived, each counted once.
+    pub(crate) bytes: u64,
+    /// State of the sampler when the last sent of them was sent.
+    pub(crate) sample: Option<Sent>,
+    /// Bytes in flight before and after.
+    pub(crate) before: u64,
+    pub(crate) in_flight: u64,
+    /// Bytes that were found to be lost.
+    pub(crate) lost: u64,
+    pub(crate) phase: Phase,
+}
+
 /// A packet in flight, for the delivery rate.
 #[derive(Clone, Copy, Debug)]
-struct Sent {
+pub(crate) struct Sent {
     end: u64,
     at: u64,
     /// Send time of the first packet of this flight.
@@ -110,6 +133,8 @@ pub(crate) struct Bbr {
     /// From a timeout until data that was first sent after it is acknowledged. Duplicate ACKs may
     /// then stem from copies of data that had arrived.
     collapsed: bool,
+    /// The sender has SACK.
+    selective: bool,
     /// Recent maxima of (round, bits/s), in falling order.
     rates: VecDeque<(u64, f64)>,
     round: u64,
@@ -153,6 +178,7 @@ impl Bbr {
             missing: 0,
             shortest: u64::MAX,
             collapsed: false,
+            selective: false,
             rates: VecDeque::new(),
             round: 0,
             round_end: 0,
@@ -217,6 +243,11 @@ impl Bbr {
                 delivered_at: self.delivered_at,
             });
         }
+        self.pace(now, size, w);
+    }
+
+    /// Sets when the packet after one of `size` bytes may be sent.
+    fn pace(&mut self, now: u64, size: u64, w: &Window) {
         if self.pacing_rate == 0.0 {
             // The draft, section 4.2.1: before a sample, the round trip is assumed to take 1 ms.
             self.window_first = w.cwnd;
@@ -224,6 +255,78 @@ impl Bbr {
         }
         let gap = floor_u64((size as f64 * 8e9 / self.pacing_rate).ceil());
         self.next_send = self.next_send.max(now) + gap;
+    }
+
+    /// With SACK: records a transmission of `size` bytes up to `end`, while `in_flight` bytes were. Returns what its
+    /// delivery needs.
+    pub(crate) fn on_segment(
+        &mut self,
+        now: u64,
+        end: u64,
+        size: u64,
+        in_flight: u64,
+        w: &Window,
+    ) -> Sent {
+        if in_flight == 0 {
+            self.first_at = now;
+            self.delivered_at = now;
+        }
+        self.pace(now, size, w);
+        Sent {
+            end,
+            at: now,
+            first_at: self.first_at,
+            delivered: self.delivered,
+            delivered_at: self.delivered_at,
+        }
+    }
+
+    /// With SACK: takes an ACK; sets rate and window.
+    pub(crate) fn on_delivery(&mut self, now: u64, d: Delivery, w: &mut Window) {
+        self.selective = true;
+        self.round_start = false;
+        if d.bytes > 0 {
+            self.delivered += d.bytes;
+            self.delivered_at = now;
+        }
+        if let Some(sent) = d.sample {
+            self.first_at = sent.at;
+            self.measure(now, sent);
+        }
+        self.lost |= d.lost > 0;
+        let round_start = self.round_start;
+        self.move_on(now, d.in_flight, d.before, w);
+        self.set_pacing();
+        match d.phase {
+            Phase::Begins => {
+                // Section 4.2.3.4: for one round, a packet is sent per delivered packet.
+                self.save_window(w);
+                self.conserving = true;
+                self.round_end = self.delivered;
+                w.cwnd = d.in_flight + d.bytes.max(w.mss);
+            }
+            Phase::Ends => {
+                (self.recovering, self.conserving) = (false, false);
+                w.cwnd = w.cwnd.max(self.prior);
+                self.set_window(0, w);
+            }
+            Phase::Same if self.recovering => {
+                self.conserving &= !round_start;
+                w.cwnd = w.cwnd.saturating_sub(d.lost).max(w.mss);
+                if self.conserving {
+                    w.cwnd = w.cwnd.max(d.in_flight + d.bytes);
+                } else {
+                    self.set_window(d.bytes, w);
+                }
+            }
+            Phase::Same => self.set_window(d.bytes, w),
+        }
+    }
+
+    /// With SACK: handles a timeout; the caller sets the window to one segment.
+    pub(crate) fn on_selective_timeout(&mut self, w: &Window) {
+        self.save_window(w);
+        self.conserving = false;
     }
 
     /// The part of `sent` unacknowledged bytes that is still in flight. After a timeout, data that
@@ -484,7 +587,7 @@ impl Bbr {
 
     fn set_pacing(&mut self) {
         let mut gain = self.pacing_gain;
-        if self.recovering && self.pipe.is_full {
+        if self.recovering && self.pipe.is_full && !self.selective {
             // Without SACK, a round trip repairs one loss. Probing would cause more of them.
             gain = gain.min(1.0);
         }

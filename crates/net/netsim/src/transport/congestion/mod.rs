@@ -16,7 +16,7 @@ use std::fmt;
 
 use slipstream_config::doc::Table;
 
-pub(crate) use bbr::{Bbr, Recovery};
+pub(crate) use bbr::{Bbr, Delivery, Phase, Recovery, Sent};
 use cubic::Cubic;
 use dctcp::Dctcp;
 use newreno::NewReno;

@@ -92,7 +92,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn save(path: &Path, text: &str, replace: bool) -> std::io::Result<()> {
+pub(super) fn save(path: &Path, text: &str, replace: bool) -> std::io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true);
     if replace {

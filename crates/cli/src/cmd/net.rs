@@ -1,5 +1,7 @@
 //! `slipstream net`: the packet-level network simulator.
 
+mod init;
+
 use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -31,6 +33,8 @@ pub(crate) struct Args {
 enum Command {
     /// Run configuration files, one after the other
     Run(RunArgs),
+    /// Write a commented configuration file to begin with
+    Init(init::Args),
 }
 
 #[derive(clap::Args)]
@@ -76,7 +80,10 @@ struct RunArgs {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let Command::Run(args) = &args.command;
+    let args = match &args.command {
+        Command::Run(args) => args,
+        Command::Init(args) => return init::run(args),
+    };
     check_flags(args)?;
     let (mut failed, mut incomplete) = (false, false);
     for file in &args.files {

@@ -1,4 +1,4 @@
-//! `slipstream net run`, flag by flag.
+//! `slipstream net run` and `net init`, flag by flag.
 
 use std::path::Path;
 
@@ -68,6 +68,35 @@ fn a_run_prints_a_table_or_json_and_totals_omits_flows() {
     let totals = json(&file, &["--totals"]);
     assert_eq!(totals["totals"], full["totals"]);
     assert!(totals.get("flows").is_none() && totals.get("ports").is_none());
+}
+
+#[test]
+fn the_first_file_runs_and_is_not_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.toml").to_str().unwrap().to_owned();
+    let (code, out, err) = run(&["net", "init", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert!(out.contains(&format!("slipstream net run {file}")), "{out}");
+    let (code, text, _) = run(&["net", "run", &file]);
+    assert_eq!(code, Some(0));
+    assert!(
+        text.contains("128 TCP DCTCP; 128 delivered completely"),
+        "{text}"
+    );
+    let (code, _, err) = run(&["net", "init", &file]);
+    assert_ne!(code, Some(0));
+    assert!(err.contains("exists") && err.contains("--force"), "{err}");
+    assert_eq!(run(&["net", "init", "--force", &file]).0, Some(0));
+    // A fat-tree with fewer hosts than the textbook's.
+    let few = std::fs::read_to_string(&file).unwrap();
+    let few = write(
+        dir.path(),
+        "b.toml",
+        &few.replace(", hosts_per_edge = 4", ""),
+    );
+    let (_, text, _) = run(&["net", "run", &few]);
+    let hosts = "32 hosts (1 per edge switch; the textbook has 4, 128 in all)";
+    assert!(text.contains(hosts), "{text}");
 }
 
 #[test]

@@ -512,6 +512,38 @@ impl std::fmt::Display for End {
 }
 
 impl Topology {
+    /// Name of a switch or host for people: its tier, and its number there. In files and other outputs, switches have
+    /// the numbers of [`Node`].
+    pub fn name(&self, end: End) -> String {
+        let End::Node(node) = end else {
+            return end.to_string();
+        };
+        match self {
+            Topology::FatTree(t) => {
+                let (half, per_tier) = (t.half(), t.k * t.half());
+                let of_pod = |n: u32| format!("{}.{}", n / half, n % half);
+                match node / per_tier {
+                    0 => format!("edge{}", of_pod(node)),
+                    1 => format!("agg{}", of_pod(node - per_tier)),
+                    _ => format!("core{}", node - 2 * per_tier),
+                }
+            }
+            Topology::LeafSpine(t) if node < t.leaves => format!("leaf{node}"),
+            Topology::LeafSpine(t) => format!("spine{}", node - t.leaves),
+            Topology::Graph(_) => end.to_string(),
+        }
+    }
+
+    /// Hosts per edge switch of a fat-tree that has fewer than the textbook's k/2: those, and k/2.
+    pub(crate) fn fewer_hosts(&self) -> Option<(u32, u32)> {
+        match self {
+            Topology::FatTree(t) if t.hosts_per_edge < t.half() => {
+                Some((t.hosts_per_edge, t.half()))
+            }
+            _ => None,
+        }
+    }
+
     /// Switches.
     pub fn node_count(&self) -> u32 {
         match self {
@@ -908,4 +940,31 @@ pub(crate) fn link_class(topology: &Topology, port: PortId) -> u8 {
     topology
         .own_link(port)
         .map_or_else(|| tier_class(topology.tier(port)), |own| 3 + own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_the_tier() {
+        let names = |topology: &Topology| {
+            let nodes = 0..topology.node_count();
+            let names: Vec<String> = nodes.map(|node| topology.name(End::Node(node))).collect();
+            names.join(" ")
+        };
+        let tree = Topology::FatTree(FatTree::new(4, 1).expect("even"));
+        assert_eq!(
+            names(&tree),
+            "edge0.0 edge0.1 edge1.0 edge1.1 edge2.0 edge2.1 edge3.0 edge3.1 agg0.0 agg0.1 agg1.0 agg1.1 agg2.0 \
+             agg2.1 agg3.0 agg3.1 core0 core1 core2 core3"
+        );
+        let leaves = Topology::LeafSpine(LeafSpine::new(2, 2, 3).expect("valid"));
+        assert_eq!(names(&leaves), "leaf0 leaf1 spine0 spine1");
+        assert_eq!(leaves.name(End::Host(5)), "h5");
+        assert_eq!(
+            (tree.fewer_hosts(), leaves.fewer_hosts()),
+            (Some((1, 2)), None)
+        );
+    }
 }

@@ -31,6 +31,9 @@ pub use dialect::Dialect;
 use crate::error::Error;
 use crate::scenario::Scenario;
 
+/// A first file, whose comments name the keys that most files need.
+pub const STARTER: &str = include_str!("starter.toml");
+
 /// Opens a file that a configuration refers to; the error is the reason.
 pub type Open<'a> = dyn Fn(&Path) -> Result<Box<dyn BufRead>, String> + 'a;
 

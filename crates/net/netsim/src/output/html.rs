@@ -10,6 +10,7 @@ use super::{Cost, SizeClass, collectives, goodput, notes, size_classes, transpor
 use crate::config::Config;
 use crate::flow::FlowResult;
 use crate::result::RunResult;
+use crate::topology::End;
 
 /// Rows in the table of the busiest ports.
 const PORTS_SHOWN: usize = 20;
@@ -296,9 +297,10 @@ fn ports(page: &mut Page, config: &Config, result: &RunResult) {
         .iter()
         .take(PORTS_SHOWN)
         .map(|p| {
-            let (from, to) = config.scenario.topology.port_ends(p.port);
+            let topology = &config.scenario.topology;
+            let (from, to) = topology.port_ends(p.port);
             vec![
-                format!("{from} to {to}"),
+                format!("{} to {}", topology.name(from), topology.name(to)),
                 grouped(p.packets),
                 grouped(p.bytes),
                 grouped(p.drops),
@@ -331,7 +333,7 @@ fn ports(page: &mut Page, config: &Config, result: &RunResult) {
             .memories
             .iter()
             .map(|m| {
-                let mut row = vec![format!("n{}", m.node)];
+                let mut row = vec![config.scenario.topology.name(End::Node(m.node))];
                 let numbers = [m.bytes_max, m.headroom_bytes_max, m.drops, m.pauses];
                 row.extend(numbers.map(grouped));
                 row

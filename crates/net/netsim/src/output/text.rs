@@ -61,12 +61,20 @@ pub fn text(name: &str, config: &Config, result: &RunResult, cost: &Cost) -> Str
 /// The network, and the flows over it.
 fn add_question(lines: &mut Lines, config: &Config, result: &RunResult) {
     let scenario = &config.scenario;
+    let hosts = scenario.topology.host_count();
+    let textbook = match scenario.topology.fewer_hosts() {
+        Some((few, usual)) => format!(
+            " ({few} per edge switch; the textbook has {usual}, {} in all)",
+            grouped(u64::from(hosts / few * usual))
+        ),
+        None => String::new(),
+    };
     lines.add(
         "network",
         format!(
-            "{}, {}, {} in use",
+            "{}, {}{textbook}, {} in use",
             counted(scenario.topology.node_count().into(), "switch"),
-            counted(scenario.topology.host_count().into(), "host"),
+            counted(hosts.into(), "host"),
             counted(result.ports.len() as u64, "port")
         ),
     );
@@ -233,7 +241,11 @@ pub fn deadlock_text(config: &Config, deadlock: &Deadlock) -> String {
         .iter()
         .map(|&(port, class)| {
             let (from, to) = topology.port_ends(port);
-            format!("{from} to {to} (class {class})")
+            format!(
+                "{} to {} (class {class})",
+                topology.name(from),
+                topology.name(to)
+            )
         })
         .collect();
     format!(

@@ -314,3 +314,47 @@ proptest! {
         }
     }
 }
+
+/// Each key that the first file mentions in a comment can be set as it stands there, alone.
+#[test]
+fn keys_in_comments_of_the_first_file_exist() {
+    let starter = reader::STARTER;
+    assert!(
+        run_on(starter, 1)
+            .flows
+            .iter()
+            .all(|f| f.delivered_ns.is_some())
+    );
+    let mut tried = 0;
+    for (at, line) in starter.lines().enumerate() {
+        let Some((key, _)) = line
+            .strip_prefix("# ")
+            .and_then(|key| key.split_once(" = "))
+        else {
+            continue;
+        };
+        if key.contains(' ') {
+            continue;
+        }
+        let mut lines: Vec<&str> = starter.lines().collect();
+        lines[at] = &line[2..];
+        let mut toml = lines.join("\n");
+        // A topology needs its category.
+        for (table, category) in [
+            ("leaf_spine", "LeafSpine"),
+            ("torus", "Torus"),
+            ("dragonfly", "Dragonfly"),
+        ] {
+            if key == table {
+                let tree = "fat_tree = { k = 8, hosts_per_edge = 4 }";
+                toml = toml
+                    .replace("\"FatTree\"", &format!("{category:?}"))
+                    .replace(tree, "");
+            }
+        }
+        let read = reader::read(Doc::parse("net.toml", toml.as_bytes()));
+        assert!(read.is_ok(), "{line}: {}", read.err().unwrap());
+        tried += 1;
+    }
+    assert!(tried >= 15, "{tried}");
+}

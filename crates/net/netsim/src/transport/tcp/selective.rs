@@ -532,7 +532,8 @@ impl TcpSender {
     /// The retransmission timer expired.
     fn on_selective_timeout(&mut self, now: u64, s: &mut Selective) {
         self.count.timeouts += 1;
-        let flight = self.nxt - self.una;
+        // Without what was lost before: a timeout after another would else restore the threshold of the first.
+        let flight = s.board.in_flight();
         let repeated = self.rtt.back_off(self.una);
         match &mut self.control {
             Control::Bbr(bbr) => bbr.on_selective_timeout(&self.w),

@@ -8,7 +8,6 @@ use clap::{Subcommand, ValueEnum};
 use slipstream_base::WorkerId;
 use slipstream_base::text::counted;
 use slipstream_config::cluster::{Cluster, EventsConfig};
-use slipstream_events::nats::NatsSubscriber;
 use slipstream_events::received::{Message, ReceivedEvent, Tally};
 use slipstream_events::zmq::{self, ZmqError, ZmqSubscriber};
 use slipstream_events::{Event, EventPlane, EventPublisher, PlaneOptions};
@@ -53,6 +52,23 @@ pub(crate) fn addresses(plane: &EventPlane) -> Vec<String> {
     fpm.chain(by_rank("KV events", &addresses.kv))
         .chain(by_rank("past KV events", &addresses.replay))
         .collect()
+}
+
+/// The publishers of KV events by rank, in the form of vLLM's `/kv_event_sources`; `None` if there are none.
+pub(crate) fn kv_event_sources(plane: &EventPlane) -> Option<String> {
+    let addresses = plane.addresses();
+    let by_rank = addresses.kv.iter().enumerate().map(|(rank, address)| {
+        let replay = addresses.replay.get(rank);
+        let source = serde_json::json!({
+            "publisher": "zmq",
+            "endpoint": format!("tcp://{address}"),
+            "replay_endpoint": replay.map(|address| format!("tcp://{address}")),
+            "topic": "",
+        });
+        (rank.to_string(), source)
+    });
+    let by_rank: serde_json::Map<String, serde_json::Value> = by_rank.collect();
+    (!by_rank.is_empty()).then(|| serde_json::Value::Object(by_rank).to_string())
 }
 
 /// Flags of `slipstream events`.
@@ -132,18 +148,7 @@ type Found = (String, Result<Event, String>);
 async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
     let (found, mut events) = mpsc::channel::<Found>(1024);
     match args.bus {
-        TailBus::Nats => {
-            let mut subscriber = NatsSubscriber::connect(&args.url, &args.subject).await?;
-            errln!("subscribed to {} at {}", args.subject, args.url);
-            let source = args.url.clone();
-            tokio::spawn(async move {
-                while let Some(event) = subscriber.recv().await {
-                    if found.send((source.clone(), Ok(event))).await.is_err() {
-                        return;
-                    }
-                }
-            });
-        }
+        TailBus::Nats => listen_nats(args, found).await?,
         TailBus::Zmq => listen_zmq(args, found).await?,
     }
     let mut tally = Tally::default();
@@ -195,6 +200,28 @@ async fn tail(args: &TailArgs) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::from(u8::from(bad > 0)))
+}
+
+#[cfg(feature = "nats")]
+async fn listen_nats(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Result<()> {
+    use slipstream_events::nats::NatsSubscriber;
+    let mut subscriber = NatsSubscriber::connect(&args.url, &args.subject).await?;
+    errln!("subscribed to {} at {}", args.subject, args.url);
+    let source = args.url.clone();
+    tokio::spawn(async move {
+        while let Some(event) = subscriber.recv().await {
+            if found.send((source.clone(), Ok(event))).await.is_err() {
+                return;
+            }
+        }
+    });
+    Ok(())
+}
+
+#[cfg(not(feature = "nats"))]
+#[expect(clippy::unused_async)] // as the function above
+async fn listen_nats(args: &TailArgs, _: mpsc::Sender<Found>) -> anyhow::Result<()> {
+    Err(slipstream_events::NatsError::not_built(&args.url).into())
 }
 
 async fn listen_zmq(args: &TailArgs, found: mpsc::Sender<Found>) -> anyhow::Result<()> {

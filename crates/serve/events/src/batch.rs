@@ -41,7 +41,7 @@ pub struct RankTopics {
 #[derive(Clone, Debug)]
 pub struct Topic {
     /// For NATS and people: `slipstream.fpm.w0.0`.
-    pub subject: async_nats::Subject,
+    pub subject: Box<str>,
     /// For ZeroMQ.
     pub topic: Bytes,
     /// The ZMTP frame of `topic`, followed by more frames.
@@ -53,16 +53,24 @@ impl Topic {
     ///
     /// # Errors
     /// If NATS would reject the subject.
-    pub(crate) fn new(subject: &str, topic: &[u8]) -> Result<Topic, async_nats::SubjectError> {
+    pub(crate) fn new(subject: &str, topic: &[u8]) -> Result<Topic, InvalidSubject> {
+        let is_token = |token: &str| !token.is_empty() && !token.contains([' ', '\t', '\r', '\n']);
+        if !subject.split('.').all(is_token) {
+            return Err(InvalidSubject);
+        }
         let mut frame = Vec::new();
         zmtp::put_frame(&mut frame, topic, true);
         Ok(Topic {
-            subject: async_nats::Subject::validated(subject)?,
+            subject: subject.into(),
             topic: Bytes::copy_from_slice(topic),
             frame: frame.into(),
         })
     }
 }
+
+/// A subject with an empty token or whitespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InvalidSubject;
 
 /// Position of an event in a batch. The batch holds it as ZMTP frames: topic, sequence (8 bytes,
 /// big-endian), payload.

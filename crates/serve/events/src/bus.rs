@@ -79,6 +79,27 @@ pub struct Event {
     pub payload: Bytes,
 }
 
+/// Why NATS cannot be used. A server that is not running yet is no error.
+#[derive(Debug, thiserror::Error)]
+#[error("NATS at {url} (live.events.nats_url): {source}")]
+pub struct NatsError {
+    /// The server.
+    pub url: String,
+    /// The cause.
+    pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl NatsError {
+    /// The error of a build without the feature `nats`.
+    pub fn not_built(url: &str) -> NatsError {
+        let source = "this binary was built without NATS; build it with `cargo build --release`";
+        NatsError {
+            url: url.to_owned(),
+            source: source.into(),
+        }
+    }
+}
+
 /// The bus inside the process.
 #[derive(Clone, Debug, Default)]
 pub struct Hub {

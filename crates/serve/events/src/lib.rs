@@ -35,6 +35,7 @@ pub mod fuzz;
 pub mod kv;
 pub mod metrics;
 mod msgpack;
+#[cfg(feature = "nats")]
 pub mod nats;
 mod publisher;
 pub mod received;
@@ -42,7 +43,7 @@ pub mod zmq;
 pub mod zmtp;
 
 pub use batch::{Batch, EventKind, EventPosition, QueueCounters, RankTopics, Topic};
-pub use bus::{BusCounters, Event, Hub, HubSubscriber};
+pub use bus::{BusCounters, Event, Hub, HubSubscriber, NatsError};
 pub use fpm::FpmMessage;
 pub use kv::{BlockRemoved, BlockStored, KvEvent, KvEventBatch};
 pub use msgpack::DecodeError;

@@ -11,7 +11,7 @@ use async_nats::{ConnectOptions, HeaderMap, HeaderName, Subject};
 use futures_util::StreamExt;
 
 use crate::batch::{Batch, EventKind, RankTopics};
-use crate::bus::{Bus, BusCounters, Event, add};
+use crate::bus::{Bus, BusCounters, Event, NatsError, add};
 
 /// Header for the sequence of a KV batch: ZeroMQ's second frame.
 pub const SEQUENCE_HEADER: &str = "Sequence";
@@ -23,20 +23,25 @@ const CLIENT_EVENTS: usize = 1024;
 /// Longest pause between two connection attempts.
 const RECONNECT_MAX: Duration = Duration::from_secs(2);
 
-/// Why NATS cannot be used. A server that is not running yet is no error.
-#[derive(Debug, thiserror::Error)]
-#[error("NATS at {url} (live.events.nats_url): {source}")]
-pub struct NatsError {
-    /// The server.
-    pub url: String,
-    /// The cause.
-    pub source: Box<dyn std::error::Error + Send + Sync>,
+/// Subjects of one rank.
+struct RankSubjects {
+    fpm: Subject,
+    kv: Subject,
+}
+
+impl RankSubjects {
+    fn new(topics: &RankTopics) -> Result<RankSubjects, async_nats::SubjectError> {
+        Ok(RankSubjects {
+            fpm: Subject::validated(&topics.fpm.subject)?,
+            kv: Subject::validated(&topics.kv.subject)?,
+        })
+    }
 }
 
 /// The bus.
 pub(crate) struct NatsBus {
     client: async_nats::Client,
-    topics: Arc<Vec<RankTopics>>,
+    subjects: Vec<RankSubjects>,
     /// Benchmark mode: format and parse the subject for each event.
     fresh_subjects: bool,
     header: HeaderName,
@@ -47,10 +52,18 @@ impl NatsBus {
     /// Connects, now or when the server becomes available. Must be called on a runtime.
     pub(crate) async fn start(
         url: &str,
-        topics: Arc<Vec<RankTopics>>,
+        topics: &[RankTopics],
         fresh_subjects: bool,
         counters: &Arc<BusCounters>,
     ) -> Result<NatsBus, NatsError> {
+        let fail = |source: Box<dyn std::error::Error + Send + Sync>| NatsError {
+            url: url.to_owned(),
+            source,
+        };
+        let subjects = topics.iter().map(RankSubjects::new);
+        let subjects = subjects
+            .collect::<Result<_, _>>()
+            .map_err(|e| fail(e.into()))?;
         let state = Arc::clone(counters);
         let client = ConnectOptions::new()
             .name("slipstream")
@@ -68,13 +81,10 @@ impl NatsBus {
             })
             .connect(url)
             .await
-            .map_err(|error| NatsError {
-                url: url.to_owned(),
-                source: error.into(),
-            })?;
+            .map_err(|error| fail(error.into()))?;
         Ok(NatsBus {
             client,
-            topics,
+            subjects,
             fresh_subjects,
             header: HeaderName::from_static(SEQUENCE_HEADER),
             counters: Arc::clone(counters),
@@ -88,16 +98,16 @@ impl NatsBus {
             counters: &self.counters,
         };
         for record in &batch.records {
-            let topics = &self.topics[record.rank as usize];
-            let topic = match batch.kind {
-                EventKind::Fpm => &topics.fpm,
-                EventKind::Kv => &topics.kv,
+            let subjects = &self.subjects[record.rank as usize];
+            let subject = match batch.kind {
+                EventKind::Fpm => &subjects.fpm,
+                EventKind::Kv => &subjects.kv,
             };
             let subject = if self.fresh_subjects {
-                let text: String = topic.subject.as_str().to_owned();
+                let text: String = subject.as_str().to_owned();
                 Subject::validated(text).expect("it was valid before")
             } else {
-                topic.subject.clone()
+                subject.clone()
             };
             let payload = batch.payload(record);
             let published = match batch.kind {

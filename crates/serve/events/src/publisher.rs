@@ -16,11 +16,12 @@ use slipstream_planes::EventSink;
 use tokio::sync::Notify;
 
 use crate::batch::{RankTopics, ThreadQueue, Topic};
-use crate::bus::{Bus, BusCounters, Hub, HubBus, add};
+use crate::bus::{Bus, BusCounters, Hub, HubBus, NatsError, add};
 use crate::fpm::{FpmMessage, write_fpm};
 use crate::kv::KvChanges;
 use crate::metrics::{EventCounts, FAMILIES};
-use crate::nats::{NatsBus, NatsError};
+#[cfg(feature = "nats")]
+use crate::nats::NatsBus;
 use crate::zmq::{BindError, Listeners, ZmqAddresses, ZmqBus};
 use slipstream_metrics::Collector;
 
@@ -177,6 +178,7 @@ impl EventPlane {
             .map_err(PlaneError::Thread)?;
         let sender = BatchSender {
             config: config.clone(),
+            #[cfg(feature = "nats")]
             fresh: options.fresh_buffers,
             topics: Arc::clone(&topics),
             shared: Arc::clone(&shared),
@@ -290,6 +292,7 @@ fn topics(config: &EventsConfig, ranks: &[RankId]) -> Result<Vec<RankTopics>, Pl
 /// Passes batches from queues to the bus, on the event thread.
 struct BatchSender {
     config: EventsConfig,
+    #[cfg(feature = "nats")]
     fresh: bool,
     topics: Arc<Vec<RankTopics>>,
     shared: Arc<Shared>,
@@ -357,17 +360,25 @@ impl BatchSender {
                 let bus = ZmqBus::start(listeners, &self.config, &topics, counters);
                 Ok(Box::new(bus.map_err(PlaneError::Thread)?))
             }
-            (EventBus::Nats, _) => {
-                let url = &self.config.nats_url;
-                let bus = NatsBus::start(url, topics, self.fresh, counters).await?;
-                Ok(Box::new(bus))
-            }
+            (EventBus::Nats, _) => self.open_nats().await,
             _ => Ok(Box::new(HubBus {
                 hub: self.hub.clone(),
                 topics,
                 counters: Arc::clone(counters),
             })),
         }
+    }
+
+    #[cfg(feature = "nats")]
+    async fn open_nats(&self) -> Result<Box<dyn Bus>, PlaneError> {
+        let url = &self.config.nats_url;
+        let bus = NatsBus::start(url, &self.topics, self.fresh, &self.shared.counters).await?;
+        Ok(Box::new(bus))
+    }
+
+    #[cfg(not(feature = "nats"))]
+    async fn open_nats(&self) -> Result<Box<dyn Bus>, PlaneError> {
+        Err(NatsError::not_built(&self.config.nats_url).into())
     }
 
     /// Empties the queues, one batch of each in turn.

@@ -75,10 +75,11 @@ pub struct ZmqAddresses {
 impl Listeners {
     /// `offsets`: of each rank's ports from the configured ones.
     pub(crate) fn bind(config: &EventsConfig, offsets: &[usize]) -> Result<Listeners, BindError> {
+        let default = EventsConfig::default();
         let by_rank = |endpoint: &str, key| {
             offsets
                 .iter()
-                .map(|&offset| bind(endpoint, offset, key))
+                .map(|&offset| bind_or_free(endpoint, &default.kv_endpoint, offset, key))
                 .collect::<Result<Vec<_>, _>>()
         };
         let mut listeners = Listeners {
@@ -87,7 +88,12 @@ impl Listeners {
             replay: Vec::new(),
         };
         if config.fpm {
-            listeners.fpm = Some(bind(&config.fpm_endpoint, 0, "live.events.fpm_endpoint")?);
+            listeners.fpm = Some(bind_or_free(
+                &config.fpm_endpoint,
+                &default.fpm_endpoint,
+                0,
+                "live.events.fpm_endpoint",
+            )?);
         }
         if config.kv {
             listeners.kv = by_rank(&config.kv_endpoint, "live.events.kv_endpoint")?;
@@ -105,6 +111,28 @@ impl Listeners {
             kv: self.kv.iter().map(address).collect(),
             replay: self.replay.iter().map(address).collect(),
         }
+    }
+}
+
+/// As [`bind`]; if `endpoint` is the `default` and another server has its port, a free one, so that two servers can run on
+/// one host.
+fn bind_or_free(
+    endpoint: &str,
+    default: &str,
+    offset: usize,
+    key: &'static str,
+) -> Result<StdListener, BindError> {
+    match bind(endpoint, offset, key) {
+        Err(error) if endpoint == default && error.source.kind() == io::ErrorKind::AddrInUse => {
+            let (host, _) = endpoint.rsplit_once(':').unwrap_or((endpoint, ""));
+            let listener = bind(&format!("{host}:0"), 0, key)?;
+            tracing::warn!(
+                "{key}: another server has {}, so a free port is used",
+                error.endpoint
+            );
+            Ok(listener)
+        }
+        bound => bound,
     }
 }
 

@@ -2,7 +2,8 @@
 //! routing policies.
 //!
 //! Runs this binary's `serve`, `bench` and `simulate` as separate processes on loopback, as a user
-//! would. Time is compressed only as far as the host keeps up with: a calibration measures it.
+//! would. The simulated half is printed first. Live time is compressed only as far as the host keeps up with, which
+//! a calibration measures; on a busy host the live half is shorter, and its text says how far it can be trusted.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -12,8 +13,9 @@ use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use slipstream_base::width::floor_u64;
 use slipstream_bench::host::{self, HostSample, HostVerdict, RunQueue};
-use slipstream_report::table::{color_wanted, grouped, number};
+use slipstream_report::table::{color_wanted, counted, grouped, number};
 use slipstream_report::{RunReport, compare};
 
 use super::drag::{Server, await_ranks, report, slipstream, step_ms};
@@ -22,16 +24,17 @@ use crate::out;
 /// Flags of `slipstream demo`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A fifth of the requests
+    /// A fifth of the requests and of the time
     #[arg(long, conflicts_with = "trace")]
     short: bool,
     /// Replay the beginning of a trace in Mooncake's format, on larger workers
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Total number of requests [default: 6000, with --short 1200, of a trace 1000]
+    /// Number of requests, simulated and live [default: 6000 simulated, with --short 1200, of a trace 1000; and as
+    /// many of them live as fit into 20 s per policy, 35 s on a busy host]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     requests: Option<u64>,
-    /// Modelled seconds per second, however busy the host is [default: calibrated, up to 10, of a
+    /// Modelled seconds per second of the live half [default: as many as this host keeps up with, up to 10, of a
     /// trace up to 6]
     #[arg(long, value_name = "FACTOR", value_parser = factor)]
     speedup: Option<f64>,
@@ -46,17 +49,18 @@ const WORKLOAD: &str = include_str!("../../../../examples/demo.workload.toml");
 /// Policies in the order of the table's columns: the second one is expected to be better.
 const POLICIES: [(&str, &str); 2] = [("round_robin", "round robin"), ("kv", "kv")];
 
-/// Part that other processes may take at the start: the rest is too little to run in.
-const OTHERS_MAX: f64 = 0.4;
-
 /// Length of the calibration's load.
 const CALIBRATION: Duration = Duration::from_secs(2);
+/// Length of a policy's live run.
+const LIVE: Duration = Duration::from_secs(20);
+/// The same at a low pace, at which fewer requests fit into a second.
+const LIVE_SLOW: Duration = Duration::from_secs(35);
+/// Fewest live requests, however slow this host is.
+const LIVE_REQUESTS_MIN: u64 = 50;
 
 /// Largest ratio of the live to the simulated median ITL. An engine's pace does not depend on the policy
 /// or on its load, so a larger one means that the host did not keep time.
 const ITL_RATIO_MAX: f64 = 1.25;
-/// Exit status if all requests were answered, but the host did not keep time (`EX_TEMPFAIL` of sysexits.h).
-const DID_NOT_KEEP_TIME: u8 = 75;
 
 fn factor(text: &str) -> Result<f64, String> {
     let factor = text.parse::<f64>().ok();
@@ -69,97 +73,115 @@ fn factor(text: &str) -> Result<f64, String> {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let dir = folder(args.out.as_deref())?;
     let demo = Demo::new(args, &dir)?;
-    let speedup = match args.speedup {
-        Some(speedup) => speedup,
-        None => demo.calibrate()?,
-    };
-    out::print(&format!(
-        "Eight modelled workers ({}) behind real HTTP on this machine.\n\
-         Load: {}, {speedup} times as fast as they would come.\n",
-        demo.who, demo.what
-    ))?;
-
-    let mut live = Vec::new();
-    for (policy, label) in POLICIES {
-        errln!("{label} routing, live:");
-        let host = demo.live(policy, label, speedup, &demo.load, policy)?;
-        live.push((report(&dir, &format!("{policy}.json"))?, host));
-    }
-    let begun = Instant::now();
-    let mut twins = Vec::new();
-    for (policy, label) in POLICIES {
-        demo.simulate(policy, label, speedup)?;
-        twins.push(report(&dir, &format!("{policy}.simulated.json"))?);
-    }
-    let simulated = begun.elapsed();
-
     let color = color_wanted(
         std::io::stdout().is_terminal(),
         std::env::var_os("NO_COLOR").as_deref(),
     );
-    let mut code = ExitCode::SUCCESS;
-    let failed = live.iter().any(|(report, _)| report.requests.failed > 0);
-    let late = live
-        .iter()
-        .zip(&twins)
-        .find_map(|((live, _), twin)| behind(live, twin));
-    let mut text = String::new();
-    if let Some(ratio) = late {
-        // Times that show the host alone are not printed as if they were the cluster's.
-        errln!(
-            "error: this host did not keep time: tokens came {} times as far apart as the engines made \
-             them, so the live latencies show the host; stop other jobs, or run with a lower `--speedup` \
-             than {speedup}",
-            number(ratio)
-        );
-        code = ExitCode::from(DID_NOT_KEEP_TIME);
-        let _ = write!(
-            text,
-            "\nSimulated (virtual time, so that a busy host does not change it):\n\n{}",
-            compare::render_gains(&twins, color)
-        );
-    } else {
-        for (_, host) in &live {
-            if let Some(warning) = host.warning() {
-                errln!("{warning}");
-                break;
-            }
-        }
-        let reports: Vec<RunReport> = live.into_iter().map(|(report, _)| report).collect();
-        let _ = write!(
-            text,
-            "\nLive:\n\n{}",
-            compare::render_gains(&reports, color)
-        );
-        for ((_, label), (live, twin)) in POLICIES.iter().zip(reports.into_iter().zip(twins)) {
-            let _ = write!(
-                text,
-                "\n{label} routing, live and simulated:\n\n{}",
-                compare::render(&[live, twin], color)
-            );
-        }
-    }
-    let _ = write!(
-        text,
-        "\nBoth simulations took {} s. Time was compressed {speedup} times: 1 ms stands for {} ms of the \
-         modelled GPUs.\n{}Pages: {} and {}\n",
-        number(simulated.as_secs_f64()),
-        number(speedup),
+    let simulated = demo.simulated(demo.requests, 1.0, "simulated")?;
+    out::print(&format!(
+        "Eight modelled workers: {}. Load: {}.\n\n\
+         Simulated, in {} s:\n\n{}{}\n",
+        demo.who,
+        demo.what,
+        number(simulated.wall.as_secs_f64()),
+        compare::render_gains(&simulated.reports, color),
         demo.why,
-        dir.join("kv.html").display(),
-        dir.join("round_robin.html").display(),
-    );
-    out::print(&text)?;
-    if failed {
-        code = ExitCode::FAILURE;
+    ))?;
+
+    let speedup = match args.speedup {
+        Some(speedup) => speedup,
+        None => demo.calibrate(&simulated.reports[1])?,
+    };
+    let (requests, twins) = demo.fit(args, speedup)?;
+    let mut live = Vec::new();
+    for (at, ((policy, label), twin)) in POLICIES.iter().zip(&twins.reports).enumerate() {
+        errln!(
+            "live, {} of {}: {label} routing, {}, about {} s",
+            at + 1,
+            POLICIES.len(),
+            counted(requests, "request"),
+            number(twin.duration_s.ceil())
+        );
+        let host = demo.live(policy, label, speedup, &demo.load(requests), policy)?;
+        live.push((report(&dir, &format!("{policy}.json"))?, host));
     }
-    Ok(code)
+    out::print(&live_text(&demo, speedup, &live, &twins.reports, color))?;
+    out::print(&demo.closing(requests, speedup))?;
+    let failed = live.iter().any(|(report, _)| report.requests.failed > 0);
+    Ok(if failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
-/// How many times as far apart tokens came live as simulated, if that is too much to be the cluster's.
-fn behind(live: &RunReport, twin: &RunReport) -> Option<f64> {
-    let ratio = live.latency.itl_ms?.p50 / twin.latency.itl_ms?.p50;
-    (ratio > ITL_RATIO_MAX).then_some(ratio)
+/// The live tables, and how far they can be trusted.
+fn live_text(
+    demo: &Demo<'_>,
+    speedup: f64,
+    live: &[(RunReport, HostVerdict)],
+    twins: &[RunReport],
+    color: bool,
+) -> String {
+    let reports: Vec<RunReport> = live.iter().map(|(report, _)| report.clone()).collect();
+    let sent = reports[0].requests.sent;
+    let which = if sent < demo.requests {
+        format!("the first {} of these", counted(sent, "request"))
+    } else {
+        "the same requests".to_owned()
+    };
+    let mut text = format!(
+        "Live, over HTTP on this machine: {which}, {}:\n\n{}",
+        if speedup == 1.0 {
+            "at the real pace".to_owned()
+        } else {
+            format!("{speedup} times as fast, so that 1 ms stands for {speedup} ms")
+        },
+        compare::render_gains(&reports, color)
+    );
+    let ratio = reports.iter().zip(twins).filter_map(itl_ratio);
+    let ratio = ratio.reduce(f64::max).unwrap_or(1.0);
+    let busy = live.iter().filter_map(|(_, host)| host.busy_share());
+    let busy = busy.reduce(f64::max).map_or(String::new(), |share| {
+        format!(" Its CPUs were {} % busy.", number(100.0 * share))
+    });
+    if ratio > ITL_RATIO_MAX {
+        let _ = write!(
+            text,
+            "\nHow far to trust this half: this host did not keep time. Tokens came {} times as far apart as the \
+             engines made them, so the live latencies show the host; counts and prefix hits are right, and so is \
+             the simulated half.{busy}\n",
+            number(ratio)
+        );
+        return text;
+    }
+    for ((_, label), (live, twin)) in POLICIES.iter().zip(reports.iter().zip(twins)) {
+        let _ = write!(
+            text,
+            "\n{label} routing, live and simulated:\n\n{}",
+            compare::render(&[live.clone(), twin.clone()], color)
+        );
+    }
+    let doubt = live.iter().find_map(|(_, host)| host.wait_share());
+    let _ = match doubt {
+        Some(share) => writeln!(
+            text,
+            "\nHow far to trust this half: server and client waited for a CPU at each wake-up, {} % of an engine \
+             step, so live latencies are that much too long or more.{busy}",
+            number(100.0 * share)
+        ),
+        None => writeln!(
+            text,
+            "\nHow far to trust this half: this host kept time, tokens came {} times as far apart as simulated.{busy}",
+            number(ratio)
+        ),
+    };
+    text
+}
+
+/// How many times as far apart tokens came live as simulated.
+fn itl_ratio((live, twin): (&RunReport, &RunReport)) -> Option<f64> {
+    Some(live.latency.itl_ms?.p50 / twin.latency.itl_ms?.p50)
 }
 
 /// The folder of the results.
@@ -175,14 +197,22 @@ fn folder(stated: Option<&Path>) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
+/// Both policies in virtual time.
+struct Simulated {
+    reports: Vec<RunReport>,
+    /// Time that it took.
+    wall: Duration,
+}
+
 /// The cluster and the load that are run.
 struct Demo<'a> {
     dir: &'a Path,
     /// The cluster file and its overrides.
     cluster: Vec<OsString>,
-    /// Flags of the load, for `bench` and `simulate`.
+    /// Flags of the load without the number of requests, for `bench` and `simulate`.
     load: Vec<OsString>,
-    is_trace: bool,
+    /// Simulated requests.
+    requests: u64,
     speedup_max: f64,
     who: &'static str,
     what: String,
@@ -206,12 +236,8 @@ impl<'a> Demo<'a> {
             return Ok(Demo {
                 dir,
                 cluster,
-                load: vec![
-                    "--trace".into(),
-                    trace.clone().into(),
-                    format!("--requests={requests}").into(),
-                ],
-                is_trace: true,
+                load: vec!["--trace".into(), trace.clone().into()],
+                requests,
                 speedup_max: 6.0,
                 who: "Llama 3.1 70B on 4 x H100 each",
                 what: format!(
@@ -230,73 +256,84 @@ impl<'a> Demo<'a> {
         Ok(Demo {
             dir,
             cluster,
+            // The file's sessions think for up to a minute; single questions at a steady rate fit into any time.
             load: vec![
                 "--workload".into(),
                 file.into(),
-                format!("--requests={requests}").into(),
+                "--workload-set=session.turns=1".into(),
+                "--workload-set=arrival.rate_per_s=20".into(),
             ],
-            is_trace: false,
+            requests,
             speedup_max: 10.0,
             who: "Qwen3 32B on 2 x H100 each",
-            what: format!("{} questions about 64 documents", grouped(requests)),
-            why: "KV routing sends a question to the worker that has its document cached; round robin \
-                  makes every worker read every document.\n",
+            what: format!(
+                "{} questions about 64 documents, 20 a second",
+                grouped(requests)
+            ),
+            why: "\nKV routing sends a question to the worker that has its document cached; round robin makes every \
+                  worker read every document.\n",
         })
     }
 
-    /// The largest compression at which the host stays below [`host::BUSY_MAX`] and meets an engine's deadlines.
-    fn calibrate(&self) -> anyhow::Result<f64> {
+    /// The flags of the load with its first `requests` requests.
+    fn load(&self, requests: u64) -> Vec<OsString> {
+        let mut load = self.load.clone();
+        load.push(format!("--requests={requests}").into());
+        load
+    }
+
+    /// The requests that a live run has time for, and their simulation at its pace. `--requests` decides, if it is
+    /// stated.
+    fn fit(&self, args: &Args, speedup: f64) -> anyhow::Result<(u64, Simulated)> {
+        let time = if speedup < self.speedup_max {
+            LIVE_SLOW
+        } else {
+            LIVE
+        };
+        let limit_s = time.as_secs_f64() / if args.short { 5.0 } else { 1.0 };
+        let mut requests = self.requests;
+        loop {
+            let twins = self.simulated(requests, speedup, "twin")?;
+            let durations = twins.reports.iter().map(|report| report.duration_s);
+            let longest = durations.fold(0.0, f64::max);
+            let fewer = floor_u64(requests as f64 * 0.95 * limit_s / longest.max(1e-9));
+            let fewer = fewer.max(LIVE_REQUESTS_MIN);
+            if args.requests.is_some() || longest <= limit_s || fewer >= requests {
+                return Ok((requests, twins));
+            }
+            requests = fewer;
+        }
+    }
+
+    /// The largest compression at which this host keeps up with the engines' pace, as far as that can be measured
+    /// in a few seconds; 1 on a host that is too busy for any. `twin`: the load in virtual time.
+    fn calibrate(&self, twin: &RunReport) -> anyhow::Result<f64> {
+        errln!("measuring how fast a live cluster can run on this host, about 5 s");
         let before = HostSample::now();
         let late = host::wake_up_lateness();
         let others = HostSample::now().since(&before).busy_share.unwrap_or(0.0);
-        let advice = "stop other jobs, or force the demo with `--speedup 1`";
-        ensure!(
-            others <= OTHERS_MAX,
-            "other processes take {} % of this host's CPU time, so live latencies would show them; {advice}",
-            number(100.0 * others)
-        );
-        self.simulate("kv", "calibration", 1.0)?;
-        let twin = report(self.dir, "kv.simulated.json")?;
         let fastest =
-            step_ms(&twin).and_then(|step| host::compression(step, late, self.speedup_max));
-        let Some(fastest) = fastest else {
-            bail!(
-                "timed waits end up to {} ms late on this host, which is too much of an engine step; {advice}",
-                number(late.as_secs_f64() * 1e3)
-            );
-        };
-        errln!("calibration, {} s:", CALIBRATION.as_secs());
+            step_ms(twin).and_then(|step| host::compression(step, late, self.speedup_max));
+        let fastest = fastest.unwrap_or(1.0).max(1.0);
         let rate = twin.throughput.requests_per_s;
         let requests = (rate * fastest * CALIBRATION.as_secs_f64()).ceil().max(1.0);
-        let mut load = self.load.clone();
-        load.pop(); // --requests
-        load.push(format!("--requests={requests}").into());
-        if !self.is_trace {
-            // The rate of requests of the whole run from the start, without pauses.
-            load.push("--set=session.turns=1".into());
-            load.push(format!("--set=arrival.rate_per_s={rate}").into());
-        }
+        let load = self.load(floor_u64(requests));
         let before = HostSample::now();
         self.live("kv", "calibration", fastest, &load, "calibration")?;
         let busy = HostSample::now().since(&before).busy_share;
-        let Some(busy) = busy else {
-            return Ok(fastest); // the kernel does not count
-        };
-        let Some(speedup) = host::quieter_compression(fastest, busy, others) else {
-            bail!(
-                "this host was {} % busy at {fastest} times the modelled pace, {} % of it other processes, \
-                 and would be too busy even in real time; {advice}",
-                number(100.0 * busy),
-                number(100.0 * others)
+        // Without counters of the kernel there is nothing to go by.
+        let speedup = busy.map_or(fastest, |busy| {
+            host::quieter_compression(fastest, busy, others)
+        });
+        if speedup < self.speedup_max {
+            errln!(
+                "timed waits end up to {} ms late, and other programs take {} % of the CPUs: the live half runs at \
+                 {speedup} times the real pace, not {}",
+                number(late.as_secs_f64() * 1e3),
+                number(100.0 * others),
+                self.speedup_max
             );
-        };
-        errln!(
-            "calibrated: at {fastest} times the modelled pace this host was {} % busy ({} % before); the demo \
-             runs {speedup} times as fast, to stay below {} %",
-            number(100.0 * busy),
-            number(100.0 * others),
-            number(100.0 * host::BUSY_MAX),
-        );
+        }
         Ok(speedup)
     }
 
@@ -350,26 +387,64 @@ impl<'a> Demo<'a> {
         Ok(HostVerdict::new(load, queue, step))
     }
 
-    /// The same cluster, load and compression in virtual time; `POLICY.simulated.json`.
-    fn simulate(&self, policy: &str, label: &str, speedup: f64) -> anyhow::Result<()> {
-        let status = slipstream()?
-            .arg("simulate")
-            .args(&self.cluster)
-            .args(&self.load)
-            .arg(format!("--set=router.policy={policy}"))
-            .arg(format!("--speedup={speedup}"))
-            .arg(format!("--time-scale={speedup}"))
-            .arg("--no-api-time")
-            .args(["--label", &format!("{label}, simulated"), "--quiet"])
-            .arg("--out")
-            .arg(self.dir.join(format!("{policy}.simulated.json")))
-            .stdout(Stdio::null())
-            .status()
-            .context("starting `slipstream simulate`")?;
-        ensure!(
-            status.code().is_some_and(|code| code < 2),
-            "`slipstream simulate` did not run; its message is above"
-        );
-        Ok(())
+    /// The load's first `requests` requests under each policy, `speedup` times as fast, in virtual time; saved as
+    /// `POLICY.NAME.json`.
+    fn simulated(&self, requests: u64, speedup: f64, name: &str) -> anyhow::Result<Simulated> {
+        let began = Instant::now();
+        let mut reports = Vec::new();
+        for (policy, label) in POLICIES {
+            let file = format!("{policy}.{name}.json");
+            let status = slipstream()?
+                .arg("simulate")
+                .args(&self.cluster)
+                .args(self.load(requests))
+                .arg(format!("--set=router.policy={policy}"))
+                .arg(format!("--speedup={speedup}"))
+                .arg(format!("--time-scale={speedup}"))
+                .arg("--no-api-time")
+                .args(["--label", &format!("{label}, simulated"), "--quiet"])
+                .arg("--out")
+                .arg(self.dir.join(&file))
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .output()
+                .context("starting `slipstream simulate`")?;
+            ensure!(
+                status.status.code().is_some_and(|code| code < 2),
+                "`slipstream simulate` did not run: {}",
+                String::from_utf8_lossy(&status.stderr).trim()
+            );
+            reports.push(report(self.dir, &file)?);
+        }
+        Ok(Simulated {
+            reports,
+            wall: began.elapsed(),
+        })
+    }
+
+    /// What was shown, where the pages are, and what to try next.
+    fn closing(&self, requests: u64, speedup: f64) -> String {
+        let dir = self.dir.display();
+        let workload = if self.load[0] == "--workload" {
+            format!("{dir}/workload.toml")
+        } else {
+            Path::new(&self.load[1]).display().to_string()
+        };
+        format!(
+            "\nShown: KV-aware routing against round robin, simulated with {}, and live with {} at {}the \
+             real pace.\n\
+             Pages: {dir}/kv.html and {dir}/round_robin.html have the live runs; the cluster file and the reports \
+             are beside them.\n\
+             Next: `slipstream plan {workload} --gpus h100-sxm,l40s --slo ttft=1s,itl=50ms` finds the cheapest \
+             cluster for a load, `slipstream serve {dir}/cluster.toml` is the live cluster with its page at /ui, and \
+             `slipstream serve --engine http://gpu1:8000 --engine http://gpu2:8000` routes to your engines.\n",
+            counted(self.requests, "request"),
+            counted(requests, "request"),
+            if speedup == 1.0 {
+                String::new()
+            } else {
+                format!("{speedup} times ")
+            },
+        )
     }
 }

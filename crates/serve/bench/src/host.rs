@@ -206,17 +206,22 @@ pub fn compression(step_ms: f64, lateness: Duration, max: f64) -> Option<f64> {
 /// for a CPU, and compressed latencies show those waits.
 pub const BUSY_MAX: f64 = 0.5;
 
-/// The compression at which a host that was `busy` at `fastest` stays below [`BUSY_MAX`], rounded down to 1, 2
-/// or 5 times a power of ten; `others`: the part of other processes, which does not shrink with it. `None`
-/// below 1.
-pub fn quieter_compression(fastest: f64, busy: f64, others: f64) -> Option<f64> {
+/// Part of the host's CPU time that a run may take on a host whose other processes take all that [`BUSY_MAX`] leaves:
+/// the kernel divides CPUs fairly.
+const FAIR_SHARE: f64 = 0.15;
+
+/// The compression at which a host that was `busy` at `fastest` stays below [`BUSY_MAX`], or its run below a fair share
+/// of a busy host, rounded down to 10, 5, 2 or 1; `others`: the part of other processes, which does not shrink with it.
+/// At least 1.
+pub fn quieter_compression(fastest: f64, busy: f64, others: f64) -> f64 {
     if busy <= BUSY_MAX {
-        return Some(fastest);
+        return fastest;
     }
     let own = (busy - others).max(f64::MIN_POSITIVE);
-    let limit = fastest * (BUSY_MAX - others) / own;
+    let limit = fastest * (BUSY_MAX - others).max(FAIR_SHARE) / own;
     let steps = [10.0, 5.0, 2.0, 1.0];
-    steps.into_iter().find(|&step| step <= limit.min(fastest))
+    let step = steps.into_iter().find(|&step| step <= limit.min(fastest));
+    step.unwrap_or(1.0)
 }
 
 /// Load of the host during a live run, and whether the run's latencies mean something.
@@ -245,6 +250,17 @@ impl HostVerdict {
             step_ms,
             is_quiet,
         }
+    }
+
+    /// Part of all CPUs' time that was not idle.
+    pub fn busy_share(&self) -> Option<f64> {
+        self.load.busy_share
+    }
+
+    /// Mean wait for a CPU over an engine step, if the latencies are misleading for it.
+    pub fn wait_share(&self) -> Option<f64> {
+        let share = self.mean_wait_ms? / self.step_ms?;
+        (!self.is_quiet?).then_some(share)
     }
 
     /// As JSON.
@@ -365,18 +381,18 @@ mod tests {
 
     #[test]
     fn the_host_stays_below_half_its_capacity() {
-        assert_eq!(quieter_compression(10.0, 0.5, 0.1), Some(10.0));
+        assert_eq!(quieter_compression(10.0, 0.5, 0.1), 10.0);
         // 80 points at 10 are 8 per unit of speed-up; 40 are left.
-        assert_eq!(quieter_compression(10.0, 0.9, 0.1), Some(5.0));
-        assert_eq!(quieter_compression(10.0, 0.95, 0.1), Some(2.0));
-        assert_eq!(quieter_compression(10.0, 1.0, 0.4), Some(1.0));
+        assert_eq!(quieter_compression(10.0, 0.9, 0.1), 5.0);
+        assert_eq!(quieter_compression(10.0, 0.95, 0.1), 2.0);
+        // Fewer than 15 points are left: a run takes its fair share.
+        assert_eq!(quieter_compression(10.0, 1.0, 0.4), 2.0);
+        assert_eq!(quieter_compression(10.0, 1.0, 0.9), 10.0);
         assert_eq!(
             quieter_compression(2.0, 1.0, 0.3),
-            None,
-            "0.57 would be slower than real time"
+            1.0,
+            "0.57 is too slow to wait for"
         );
-        // Other processes take more than all that may be used.
-        assert_eq!(quieter_compression(10.0, 1.0, 0.6), None);
     }
 
     /// Regression: figures of a busy host without a warning (TTFT 742 ms, the twin had 12).

@@ -462,6 +462,7 @@ pub(crate) fn start_sweep_rows(
     Job::start(move |control, _| {
         let sweep = SWEEP.get(&call, || question.prepare())?;
         let rows = sweep.rows(start..stop, jobs, control)?;
+        control.check()?;
         Ok(Answer {
             texts: vec![("rows", Some(serde_json::to_string(&rows)?))],
             ..Answer::default()
@@ -505,6 +506,7 @@ pub(crate) fn start_plan(question: &str, jobs: Option<usize>, elsewhere: bool) -
         let notes = [plan.model_lines(), plan.notes()].concat();
         let elsewhere = elsewhere.then_some(by_python as &dyn Elsewhere);
         let answer = plan.answer(jobs, control, elsewhere)?;
+        control.check()?;
         Ok(Answer {
             texts: vec![
                 ("json", Some(answer.json()?)),

@@ -5,6 +5,7 @@ mod init;
 use std::io::{self, BufRead, BufReader, BufWriter, IsTerminal, Read as _, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -17,8 +18,9 @@ use slipstream_netsim::{Execution, RunResult, Simulation};
 use slipstream_report::record::ColumnType::{F64, Text, U64};
 use slipstream_report::record::{Cell, Column, Partial, RecordError, RecordWriter, check_format};
 
-use slipstream_report::table::counted;
+use slipstream_report::table::{counted, number};
 
+use crate::cmd::progress;
 use crate::out;
 use slipstream_os::memory;
 
@@ -86,9 +88,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     check_flags(args)?;
     let (mut failed, mut incomplete) = (false, false);
-    for file in &args.files {
-        match run_file(file, args) {
+    let interrupted = progress::interrupted()?;
+    for (at, file) in args.files.iter().enumerate() {
+        match run_file(file, args, &interrupted) {
             Ok(Outcome::Complete) => {}
+            Ok(Outcome::Interrupted) => {
+                incomplete = true;
+                let rest = args.files.len() - at - 1;
+                if rest > 0 {
+                    errln!("note: {} not run", counted(rest as u64, "further file"));
+                }
+                break;
+            }
             Ok(Outcome::Deadlock | Outcome::Unwritten) => incomplete = true,
             Err(error) if crate::out::is_broken_pipe(&error) => return Err(error),
             Err(error) => {
@@ -139,12 +150,14 @@ enum Outcome {
     Complete,
     /// A PFC deadlock ended the run.
     Deadlock,
+    /// A signal ended the run.
+    Interrupted,
     /// The run is complete, but an output file could not be written.
     Unwritten,
 }
 
 /// Runs a file.
-fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
+fn run_file(file: &Path, args: &RunArgs, interrupted: &AtomicBool) -> anyhow::Result<Outcome> {
     let begin = (Instant::now(), cpu_s());
     let config = read(file, args)?;
     let outputs = Outputs::plan(file, args, &config)?;
@@ -164,15 +177,19 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
     let duration_ns = config.scenario.duration_ns;
     let show = args.progress || io::stderr().is_terminal();
     let mut last = ready.0;
+    let (mut simulated_ns, mut stopped) = (0, false);
     let mut progress = |now: u64, events: u64| {
         if show && last.elapsed().as_millis() >= 200 {
             last = Instant::now();
             show_progress(now, duration_ns, events, ready.0.elapsed());
         }
+        simulated_ns = now;
+        stopped = interrupted.load(Ordering::Relaxed);
+        !stopped
     };
     // Frequent enough to look continuous, rare enough to be free.
-    let every = (duration_ns / 10_000).max(1);
-    simulation.run(execution, every, &mut progress);
+    let every = (duration_ns / 100_000).max(1);
+    simulation.run_while(execution, every, &mut progress);
     if show {
         err!("\r\x1b[K");
     }
@@ -209,6 +226,14 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
         let what = output::deadlock_text(&config, deadlock);
         errln!("error: {name}: PFC deadlock {what}");
     }
+    if stopped {
+        errln!(
+            "note: {name}: interrupted at {:.6} of {:.6} s; the figures are those of the packets until then",
+            simulated_ns as f64 / 1e9,
+            duration_ns as f64 / 1e9
+        );
+        return Ok(Outcome::Interrupted);
+    }
     Ok(match (&result.deadlock, failures.is_empty()) {
         (_, false) => Outcome::Unwritten,
         (Some(_), true) => Outcome::Deadlock,
@@ -217,8 +242,16 @@ fn run_file(file: &Path, args: &RunArgs) -> anyhow::Result<Outcome> {
 }
 
 fn show_progress(now: u64, duration_ns: u64, events: u64, wall: Duration) {
+    let share = now as f64 / duration_ns.max(1) as f64;
+    // An early estimate would be meaningless.
+    let left = if share > 0.02 {
+        let seconds = wall.as_secs_f64() * (1.0 - share).max(0.0) / share;
+        format!(", about {} s left at most", number(seconds))
+    } else {
+        String::new()
+    };
     err!(
-        "\r{:.6} of {:.6} s simulated, {events} events, {:.1} M/s ",
+        "\r\x1b[K{:.6} of {:.6} s simulated, {events} events, {:.1} M/s{left} ",
         now as f64 / 1e9,
         duration_ns as f64 / 1e9,
         events as f64 / wall.as_secs_f64() / 1e6
@@ -247,7 +280,7 @@ fn read(file: &Path, args: &RunArgs) -> anyhow::Result<Config> {
     opened.with_context(|| format!("reading {}", file.display()))?;
     let mut doc = Doc::parse(&file.to_string_lossy(), &text);
     if let Some(dialect) = &args.dialect {
-        doc.set(&format!("dialect={dialect}"));
+        doc.set(&format!("--dialect: dialect={dialect}"));
     }
     for set in &args.set {
         doc.set(set);

@@ -137,7 +137,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         errln!("note: {note}");
     }
     let shows = std::io::stderr().is_terminal() && !args.quiet;
-    let control = progress::control(shows);
+    let control = match &args.on {
+        // A signal ends the other processes too.
+        Some(_) => progress::control(shows),
+        None => progress::interruptible(shows)?,
+    };
     let ray = match (&args.on, &asked) {
         (Some(on), Some(asked)) => Some(Ray::start(on, asked, None, false)?),
         _ => None,
@@ -166,7 +170,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         out::print(&answer.text(written))?;
     }
     out::complain(&failures);
-    Ok(if answer.found() && failures.is_empty() {
+    let interrupted = answer.interruption().is_some();
+    if interrupted {
+        errln!("note: interrupted; the answer is what was found before");
+    }
+    Ok(if answer.found() && failures.is_empty() && !interrupted {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

@@ -3,8 +3,6 @@
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use slipstream_report::Slo;
@@ -14,6 +12,7 @@ use slipstream_study::run::Question;
 use slipstream_twin::Outcome;
 
 use crate::cmd::cluster_args::ClusterArgs;
+use crate::cmd::progress;
 use crate::cmd::watch::{WatchArgs, Watcher};
 use crate::cmd::workload_args::{self, WorkloadArgs, WorkloadSets, time};
 use crate::out;
@@ -89,7 +88,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         &run.cluster,
         &run.workload,
         shows,
-        interrupted()?,
+        progress::interrupted()?,
     )?;
     let cpu_before = slipstream_os::process::own_cpu_ns();
     let outcome = run.simulate(&mut watcher)?;
@@ -182,20 +181,4 @@ fn cost(outcome: &Outcome, cpu_s: f64) -> ProcessCost {
         rss_peak_bytes: slipstream_os::process::usage_of(std::process::id())
             .map(|usage| usage.rss_peak_bytes),
     }
-}
-
-/// A flag that SIGINT and SIGTERM set. A second signal ends the process.
-fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
-    let flag = Arc::new(AtomicBool::new(false));
-    let set = flag.clone();
-    std::thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || {
-            // Without a handler the process ends at the first signal, which is no loss of data.
-            if let Ok(signals) = super::serve::Signals::install() {
-                signals.wait();
-                set.store(true, Ordering::Relaxed);
-            }
-        })?;
-    Ok(flag)
 }

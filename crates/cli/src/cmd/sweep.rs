@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use slipstream_report::Slo;
+use slipstream_report::table::counted;
 use slipstream_study::sweep::{Axis, Question};
 use slipstream_twin::sweep::Vary;
 
@@ -112,14 +113,26 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (Some(on), Some(asked)) => {
             Ray::start(on, asked, Some(sweep.len()), shows).and_then(|ray| ray.rows())
         }
-        _ => sweep.rows(
-            0..sweep.len(),
-            args.jobs.map(usize::from),
-            &progress::control(shows),
-        ),
+        _ => {
+            let control = progress::interruptible(shows)?;
+            sweep.rows(0..sweep.len(), args.jobs.map(usize::from), &control)
+        }
     };
     progress::clear(shows);
-    let answer = sweep.finish(rows?)?;
+    let rows = rows?;
+    let interrupted = rows.len() < sweep.len() && args.on.is_none();
+    if interrupted {
+        errln!(
+            "note: interrupted; {} of {} had run, and only those are compared",
+            rows.len(),
+            counted(sweep.len() as u64, "configuration")
+        );
+    }
+    let answer = if interrupted {
+        sweep.so_far(rows)
+    } else {
+        sweep.finish(rows)?
+    };
     let mut failures = Vec::new();
     if let Some(path) = &args.out
         && let Err(error) = answer.save(path)
@@ -135,7 +148,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         errln!("note: {note}");
     }
     out::complain(&failures);
-    Ok(if failures.is_empty() {
+    Ok(if failures.is_empty() && !interrupted {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

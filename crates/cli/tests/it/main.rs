@@ -26,6 +26,7 @@ mod first_commands;
 mod flags;
 mod greedy;
 mod hostile;
+mod interrupts;
 mod membership;
 mod misbehaving_peers;
 mod model_files;

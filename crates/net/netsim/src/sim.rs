@@ -120,11 +120,25 @@ impl Simulation {
         progress_ns: u64,
         progress: &mut (dyn FnMut(u64, u64) + Send),
     ) {
+        self.run_while(execution, progress_ns, &mut |now, events| {
+            progress(now, events);
+            true
+        });
+    }
+
+    /// [`run`](Self::run), until `progress` returns false. Then [`result`](Self::result) is that of the events so far.
+    pub fn run_while(
+        &mut self,
+        execution: Execution,
+        progress_ns: u64,
+        progress: &mut (dyn FnMut(u64, u64) -> bool + Send),
+    ) {
         let end = self.scenario.duration_ns.saturating_add(1);
         let mut report = Report {
             every_ns: progress_ns.max(1),
             next_ns: progress_ns.max(1),
             on_progress: progress,
+            stopped: false,
         };
         // Stops are a property of the scenario: they divide the run at the same times on any number
         // of threads.
@@ -139,6 +153,9 @@ impl Simulation {
             // This is the start of the next event's bucket, which may be before the last stop.
             stop = self.next_stop(next.max(stop)).min(end);
             self.run_until(stop, execution, &mut report);
+            if report.stopped {
+                break;
+            }
             self.at_stop(stop);
             if stop == end {
                 break;
@@ -153,7 +170,9 @@ impl Simulation {
             sampler.take(now, &self.shards, &self.net);
         }
         // Flows in a deadlock without timers leave no event behind.
-        self.find_deadlock(self.now());
+        if !report.stopped {
+            self.find_deadlock(self.now());
+        }
     }
 
     /// The next time at which the whole network is sampled or changed; `next` is that of the next
@@ -244,7 +263,7 @@ impl Simulation {
                 shard.run(&self.net, stop);
                 report.at(stop, shard.events);
                 // The rest of the last bucket is after `until`.
-                if stop == until {
+                if stop == until || report.stopped {
                     break;
                 }
             }
@@ -309,7 +328,7 @@ impl Simulation {
             if end >= report.next_ns {
                 report.at(end, self.events());
             }
-            if end == until {
+            if end == until || report.stopped {
                 break;
             }
         }
@@ -551,13 +570,15 @@ fn report_counts(result: &mut FlowResult, sent: &SendCount, got: &Received) {
 struct Report<'a> {
     every_ns: u64,
     next_ns: u64,
-    on_progress: &'a mut (dyn FnMut(u64, u64) + Send),
+    on_progress: &'a mut (dyn FnMut(u64, u64) -> bool + Send),
+    /// Whether the callback has ended the run.
+    stopped: bool,
 }
 
 impl Report<'_> {
     fn at(&mut self, now: u64, events: u64) {
         if now >= self.next_ns {
-            (self.on_progress)(now, events);
+            self.stopped |= !(self.on_progress)(now, events);
             self.next_ns = now.saturating_add(self.every_ns);
         }
     }
@@ -624,7 +645,9 @@ impl RunThreads<'_> {
                 // Runs on the last thread to arrive, while the others wait.
                 let next = self.earliest.iter().map(|e| e.load(Ordering::Acquire));
                 let next = next.min().unwrap_or(u64::MAX);
-                let more = next < self.until && end < self.until;
+                let mut report = report.lock().expect("no thread panicked");
+                report.at(end, self.events.load(Ordering::Relaxed));
+                let more = next < self.until && end < self.until && !report.stopped;
                 let windows = self.windows.fetch_add(1, Ordering::Relaxed) + 1;
                 let continues = more && windows < self.windows_max;
                 self.more.store(more, Ordering::Relaxed);
@@ -632,10 +655,6 @@ impl RunThreads<'_> {
                     if continues { self.window_end(next) } else { 0 },
                     Ordering::Release,
                 );
-                report
-                    .lock()
-                    .expect("no thread panicked")
-                    .at(end, self.events.load(Ordering::Relaxed));
             });
         }
     }

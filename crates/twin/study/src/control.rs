@@ -9,7 +9,7 @@ type Line = dyn Fn(&str) + Send + Sync;
 /// Ends an answer early, and receives its progress.
 #[derive(Clone, Default)]
 pub struct Control {
-    /// Set by the asker: every run in progress ends, and the answer is [`Interrupted`].
+    /// Set by the asker: every run in progress ends, and the answer is what was done, or [`Interrupted`].
     pub interrupted: Arc<AtomicBool>,
     /// Called now and then, from any thread.
     pub progress: Option<Arc<Line>>,
@@ -57,17 +57,3 @@ impl std::fmt::Display for Interrupted {
 }
 
 impl std::error::Error for Interrupted {}
-
-/// A run without records that ends if it is interrupted.
-#[derive(Debug)]
-pub struct Stoppable<'a>(pub &'a Control);
-
-impl slipstream_twin::Sink for Stoppable<'_> {
-    fn wants_requests(&self) -> bool {
-        false
-    }
-
-    fn on_progress(&mut self, _: slipstream_twin::Progress) -> bool {
-        !self.0.is_interrupted()
-    }
-}

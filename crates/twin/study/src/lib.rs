@@ -29,6 +29,7 @@
 pub mod columns;
 pub mod control;
 pub mod memory;
+mod meter;
 pub mod outputs;
 pub mod plan;
 pub mod predict;

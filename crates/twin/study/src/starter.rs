@@ -2,7 +2,7 @@
 
 use anyhow::{Context, ensure};
 use slipstream_config::cluster::{Cluster, file};
-use slipstream_config::doc::Doc;
+use slipstream_config::doc::{Doc, suggestion};
 use slipstream_config::preset::{self, GPUS, MODELS};
 use slipstream_config::workload_file;
 use slipstream_report::table::grouped;
@@ -212,21 +212,10 @@ pub fn gpu(name: &str) -> anyhow::Result<()> {
         .with_context(|| unknown("GPU", name, GPUS.iter().map(|gpu| gpu.name.as_ref())))
 }
 
-/// Names with a part of `name`, such as a model's family.
+/// There is no such preset; those that resemble it.
 fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> String {
-    let family = name
-        .split(|c: char| !c.is_ascii_alphanumeric() && c != '.')
-        .next()
-        .unwrap_or_default()
-        .to_ascii_lowercase();
-    let near: Vec<&str> = known
-        .filter(|known| !family.is_empty() && known.starts_with(&family))
-        .collect();
-    let near = if near.is_empty() {
-        "`slipstream presets` lists all".to_owned()
-    } else {
-        format!("did you mean {}?", near.join(", "))
-    };
+    let known: Vec<&str> = known.collect();
+    let near = suggestion(name, &known);
     format!("there is no {what} `{name}`; {near}")
 }
 

@@ -29,7 +29,8 @@ use slipstream_twin::sweep::{Point, Vary, as_good, combinations, front};
 use slipstream_twin::{Options, Outcome};
 
 use crate::columns::Column;
-use crate::control::{Control, Stoppable};
+use crate::control::Control;
+use crate::meter::{Meter, Watched};
 use crate::run::time_max;
 use crate::source::{ClusterSource, PriceSource, WorkloadSource, per_hour};
 use crate::{cores, files};
@@ -360,10 +361,11 @@ impl Sweep {
         self.values.is_empty()
     }
 
-    /// Runs the configurations of `range` on `jobs` threads (`None`: one per core). Rows in their order.
+    /// Runs the configurations of `range` on `jobs` threads (`None`: one per core). Rows in their order; if the sweep is
+    /// interrupted, those of which every run had ended.
     ///
     /// # Errors
-    /// If a run fails, or is interrupted.
+    /// If a run fails.
     pub fn rows(
         &self,
         range: Range<usize>,
@@ -385,7 +387,8 @@ impl Sweep {
         let jobs = jobs
             .unwrap_or_else(|| cores() as usize)
             .clamp(1, each.len().max(1));
-        let mut outcomes = run_all(&each, jobs, control, |&(at, seed)| {
+        let requests = |&(at, _): &(usize, u64)| self.workloads[at].requests;
+        let mut outcomes = run_all(&each, jobs, control, requests, |&(at, seed), sink| {
             let mut workload = self.workloads[at].clone();
             workload.seed = workload.seed.wrapping_add(seed);
             slipstream_twin::simulate(
@@ -393,16 +396,17 @@ impl Sweep {
                 &workload,
                 &self.options,
                 files::read,
-                &mut Stoppable(control),
+                sink,
             )
         })?
         .into_iter();
-        range
-            .map(|at| {
-                let own: Vec<Outcome> = outcomes.by_ref().take(width::to_usize(seeds)).collect();
-                self.row(at, own)
-            })
-            .collect()
+        let rows = range.filter_map(|at| {
+            let own = outcomes.by_ref().take(width::to_usize(seeds));
+            let own: Vec<Option<Outcome>> = own.collect();
+            let own: Option<Vec<Outcome>> = own.into_iter().collect();
+            Some(self.row(at, own?))
+        });
+        rows.collect()
     }
 
     /// The row of a configuration with the outcomes of its seeds, at least one.
@@ -477,14 +481,21 @@ impl Sweep {
     ///
     /// # Errors
     /// If one is missing, or there twice.
-    pub fn finish(self: Arc<Self>, mut rows: Vec<Row>) -> anyhow::Result<Answer> {
-        rows.sort_by_key(|row| row.at);
+    pub fn finish(self: Arc<Self>, rows: Vec<Row>) -> anyhow::Result<Answer> {
+        let answer = self.so_far(rows);
+        let (rows, len) = (&answer.rows, answer.sweep.len());
         ensure!(
-            rows.len() == self.len() && rows.iter().zip(0..).all(|(row, at)| row.at == at),
+            rows.len() == len && rows.iter().zip(0..).all(|(row, at)| row.at == at),
             "{} for {}: some are missing, or there twice",
             counted(rows.len() as u64, "row"),
-            counted(self.len() as u64, "configuration")
+            counted(len as u64, "configuration")
         );
+        Ok(answer)
+    }
+
+    /// Compares the rows of the configurations that have run.
+    pub fn so_far(self: Arc<Self>, mut rows: Vec<Row>) -> Answer {
+        rows.sort_by_key(|row| row.at);
         let points: Vec<Point> = rows
             .iter()
             .map(|row| Point {
@@ -495,12 +506,19 @@ impl Sweep {
         let tolerance = self.question.tolerance / 100.0;
         let on = front(&points, tolerance);
         let as_good = as_good(&points, &on, tolerance);
-        Ok(Answer {
+        let of_configurations = |each: &[bool]| {
+            let mut of = vec![false; self.len()];
+            for (row, is) in rows.iter().zip(each) {
+                of[row.at] = *is;
+            }
+            of
+        };
+        Answer {
+            front: of_configurations(&on),
+            as_good: of_configurations(&as_good),
             sweep: self,
             rows,
-            front: on,
-            as_good,
-        })
+        }
     }
 }
 
@@ -508,7 +526,7 @@ impl Sweep {
 #[derive(Debug)]
 pub struct Answer {
     sweep: Arc<Sweep>,
-    /// Shape `[configurations]`.
+    /// Of the configurations that have run, in their order.
     rows: Vec<Row>,
     /// On the Pareto front: no other configuration gives more for less, beyond the tolerance. Shape
     /// `[configurations]`.
@@ -517,15 +535,17 @@ pub struct Answer {
     as_good: Vec<bool>,
 }
 
-/// Runs each of `runs` on one of `jobs` threads; outcomes in the same order.
+/// Runs each of `runs` on one of `jobs` threads; outcomes in the same order, `None` for those that an interruption
+/// ended or prevented. `requests`: the number of a run's requests, if its workload states it.
 fn run_all<R: Sync, E: std::error::Error + Send + Sync + 'static>(
     runs: &[R],
     jobs: usize,
     control: &Control,
-    simulate: impl Fn(&R) -> Result<Outcome, E> + Sync,
-) -> anyhow::Result<Vec<Outcome>> {
+    requests: impl Fn(&R) -> Option<u64> + Sync,
+    simulate: impl Fn(&R, &mut Watched<'_>) -> Result<Outcome, E> + Sync,
+) -> anyhow::Result<Vec<Option<Outcome>>> {
     let next = AtomicUsize::new(0);
-    let ended = AtomicUsize::new(0);
+    let meter = Meter::new(control, runs.len());
     let outcomes: Vec<Mutex<Option<Result<Outcome, E>>>> =
         runs.iter().map(|_| Mutex::new(None)).collect();
     std::thread::scope(|scope| {
@@ -539,21 +559,23 @@ fn run_all<R: Sync, E: std::error::Error + Send + Sync + 'static>(
                     if control.is_interrupted() {
                         return;
                     }
-                    let outcome = simulate(run);
+                    let mut sink = meter.run(at, requests(run));
+                    let outcome = simulate(run, &mut sink);
+                    let was_cut = outcome.as_ref().is_ok_and(|of| of.cut.is_some());
+                    if control.is_interrupted() && was_cut {
+                        return;
+                    }
                     *outcomes[at].lock().expect("a run is stored whole") = Some(outcome);
-                    let ended = ended.fetch_add(1, Ordering::Relaxed) + 1;
-                    control
-                        .show(|| format!("{ended} of {} ended", counted(runs.len() as u64, "run")));
+                    meter.ended(at);
                 }
             });
         }
     });
-    control.check()?;
     outcomes
         .into_iter()
         .map(|outcome| {
             let outcome = outcome.into_inner().expect("a run is stored whole");
-            Ok(outcome.expect("every run was taken by a thread")?)
+            Ok(outcome.transpose()?)
         })
         .collect()
 }
@@ -691,7 +713,7 @@ impl Row {
 }
 
 impl Answer {
-    /// The rows. Shape `[configurations]`.
+    /// The rows of the configurations that have run, in their order.
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }

@@ -11,7 +11,8 @@ use slipstream_plan::{Choice, Conditions, Search};
 
 use super::driver::{Driver, Means, trial};
 use super::ready::{self, Factors, Ready};
-use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, scaled};
+use super::{Changed, Found, NotFound, Plan, Row, Sensitivity, StoppedSearch, scaled};
+use crate::control::Interrupted;
 use crate::files;
 
 /// Rows of other shapes.
@@ -82,7 +83,8 @@ impl AtLoad<'_> {
         )
     }
 
-    /// Searches, and describes the answer. `above`: the answers to higher loads.
+    /// Searches, and describes the answer. `above`: the answers to higher loads. An interruption leaves an answer without
+    /// what was to follow, or ends the search as [`StoppedSearch`].
     pub(super) fn answer(
         &self,
         ready: &Ready,
@@ -93,20 +95,43 @@ impl AtLoad<'_> {
         }
         let mut driver = self.driver(ready);
         let mut search = self.search(ready, &mut driver);
-        let Some(best) = search.find(&known(ready, above))? else {
+        let found = match search.find(&known(ready, above)) {
+            Err(error) if error.is::<Interrupted>() => {
+                let so_far = cheapest_so_far(ready, &mut driver, self.plain())?;
+                return Err(self.stopped(so_far));
+            }
+            found => found?,
+        };
+        let Some(best) = found else {
             let (nearest, proven) = (search.nearest(), search.proven);
             let nearest = nearest.map(|nearest| nearest_row(ready, &mut driver, nearest));
             return Ok(Err(self.not_found(ready, nearest.transpose()?, proven)));
         };
-        let figures = self.figures(&mut search, best)?;
+        let figures = match self.figures(&mut search, best) {
+            Err(error) if error.is::<Interrupted>() => {
+                Figures::without_others(best, search.requests)
+            }
+            figures => figures?,
+        };
         let best = figures.best;
-        let found = self.found(ready, &mut driver, figures)?;
+        let found = match self.found(ready, &mut driver, figures) {
+            Err(error) if error.is::<Interrupted>() => {
+                let so_far = cheapest_so_far(ready, &mut driver, self.plain())?;
+                return Err(self.stopped(so_far));
+            }
+            found => found?,
+        };
         above.push((
             ready.shapes[best.shape].clone(),
             ready.settings[best.shape][best.setting].clone(),
             best.workers,
         ));
         Ok(Ok(found))
+    }
+
+    fn stopped(&self, so_far: Option<Row>) -> anyhow::Error {
+        let load = self.factors.load;
+        StoppedSearch { load, so_far }.into()
     }
 
     fn not_found(&self, ready: &Ready, nearest: Option<(NearMiss, Row)>, proven: bool) -> NotFound {
@@ -172,7 +197,10 @@ impl AtLoad<'_> {
         if !args.quick {
             for (knob, factors) in knobs(self.factors, step_error.as_ref()) {
                 let changed = AtLoad { factors, ..*self };
-                let (sensitivity_of, requests) = changed.changed(knob, ready, &best)?;
+                let changed = unless_interrupted(changed.changed(knob, ready, &best))?;
+                let Some((sensitivity_of, requests)) = changed else {
+                    break;
+                };
                 sensitivity.push(sensitivity_of);
                 all_requests += requests;
             }
@@ -180,13 +208,14 @@ impl AtLoad<'_> {
         let others = figures.others.into_iter();
         let others = others
             .map(|sized| row(driver, sized, ready.main, now, attained(&sized)))
+            .filter_map(|row| unless_interrupted(row).transpose())
             .collect::<anyhow::Result<Vec<Row>>>()?;
         let scaled = if args.axes.autoscale_min.is_empty() {
             None
         } else {
             let rows: Vec<&Row> = std::iter::once(&best_row).chain(&others).collect();
             let fewest = &args.axes.autoscale_min;
-            Some(scaled::search(driver, &rows, fewest, last, plain)?)
+            unless_interrupted(scaled::search(driver, &rows, fewest, last, plain))?
         };
         let first = (self.hardest() / load, best_row.attained);
         let by_load = driver.shares_by_load(&best).into_iter();
@@ -270,6 +299,53 @@ impl AtLoad<'_> {
         };
         Ok((sensitivity, requests))
     }
+}
+
+impl Figures {
+    /// The answer alone.
+    fn without_others(best: Choice, requests: u64) -> Figures {
+        Figures {
+            best,
+            others: Vec::new(),
+            headroom: None,
+            by_workers: Vec::new(),
+            sure: None,
+            search_requests: requests,
+            requests,
+            proven: false,
+        }
+    }
+}
+
+/// `None`: it was interrupted.
+fn unless_interrupted<T>(result: anyhow::Result<T>) -> anyhow::Result<Option<T>> {
+    match result {
+        Err(error) if error.is::<Interrupted>() => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+/// The cheapest configuration of a search so far that attained with its first seed.
+fn cheapest_so_far(
+    ready: &Ready,
+    driver: &mut Driver<'_>,
+    conditions: Conditions,
+) -> anyhow::Result<Option<Row>> {
+    let mut choices = Vec::new();
+    for (trial, share) in driver.attained() {
+        if trial.conditions == conditions {
+            choices.push(Choice {
+                shape: trial.shape,
+                setting: trial.setting,
+                workers: trial.workers,
+                cost: ready.candidates[trial.shape].cost_of(trial.workers),
+                share,
+            });
+        }
+    }
+    let cheapest = choices.into_iter().min_by(|a, b| a.cost.total_cmp(&b.cost));
+    let row = cheapest.map(|sized| row(driver, sized, ready.main, conditions, Some(sized.share)));
+    Ok(row.map(unless_interrupted).transpose()?.flatten())
 }
 
 /// The answers to other questions, as choices of this one.

@@ -68,9 +68,9 @@ impl Base {
                 .is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
             let is_file = is_json || path.join("config.json").is_file();
             sets.push(if is_file {
-                format!("model.config={}", absolute(Path::new(model))?)
+                format!("--model: model.config={}", absolute(Path::new(model))?)
             } else {
-                format!("model.preset={model}")
+                format!("--model: model.preset={model}")
             });
         }
         sets.extend(source.sets.iter().cloned());

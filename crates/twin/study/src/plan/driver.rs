@@ -333,6 +333,12 @@ impl<'a> Driver<'a> {
         kept.truncate(FIGURES_MAX);
     }
 
+    /// The kept runs, all of which attain, and the share of their requests that did.
+    pub(super) fn attained(&self) -> impl Iterator<Item = (Trial, f64)> {
+        let kept = self.figures.iter().flatten();
+        kept.map(|(trial, answer)| (*trial, answer.measured.share))
+    }
+
     /// Runs one trial to its end, for its figures, unless the search did.
     pub(super) fn whole(&mut self, trial: &Trial) -> anyhow::Result<Answer> {
         let run = self.same_run(trial);

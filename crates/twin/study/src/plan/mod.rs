@@ -39,7 +39,7 @@ use self::base::Base;
 use self::driver::Means;
 use self::ready::{Factors, Ready};
 use self::scaled::Scaled;
-use crate::control::Control;
+use crate::control::{Control, Interrupted};
 use crate::source::{ClusterSource, PriceSource, WorkloadSource};
 use crate::{cores, memory};
 
@@ -241,6 +241,31 @@ struct NotFound {
     proven: bool,
 }
 
+/// A search that was interrupted before it had an answer.
+#[derive(Debug)]
+struct StoppedSearch {
+    load: f64,
+    /// The cheapest configuration that had attained with one seed.
+    so_far: Option<Row>,
+}
+
+impl std::fmt::Display for StoppedSearch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        Interrupted.fmt(f)
+    }
+}
+
+impl std::error::Error for StoppedSearch {}
+
+/// What an interruption left out.
+#[derive(Debug, Default)]
+struct Interruption {
+    /// A search without an answer.
+    stopped: Option<StoppedSearch>,
+    /// Loads whose searches had not begun.
+    not_searched: Vec<f64>,
+}
+
 /// Inputs of the output in addition to answers.
 #[derive(Debug)]
 struct Asked {
@@ -411,10 +436,11 @@ impl Plan {
         self.base.model_lines()
     }
 
-    /// Searches the answer of each load. Trials run `elsewhere`, or on `jobs` threads (`None`: one per core).
+    /// Searches the answer of each load. Trials run `elsewhere`, or on `jobs` threads (`None`: one per core). If it is
+    /// interrupted, the answers so far.
     ///
     /// # Errors
-    /// If a trial cannot run, or the search is interrupted.
+    /// If a trial cannot run.
     pub fn answer(
         mut self,
         jobs: Option<usize>,
@@ -429,7 +455,12 @@ impl Plan {
         let mut results: Vec<Result<Found, NotFound>> = Vec::new();
         let mut above: Vec<(Shape, Setting, u32)> = Vec::new();
         let mut parts = String::new();
-        for &load in &loads {
+        let mut interruption = Interruption::default();
+        for (at, &load) in loads.iter().enumerate() {
+            if control.is_interrupted() {
+                interruption.not_searched = loads[at..].to_vec();
+                break;
+            }
             let question = AtLoad {
                 plan: &self,
                 factors: Factors::of_load(load),
@@ -439,10 +470,18 @@ impl Plan {
                     elsewhere,
                 },
             };
-            let ready = question.ready()?;
-            parts.clone_from(&ready.parts_text);
-            results.push(question.answer(&ready, &mut above)?);
+            let answer = question.ready().and_then(|ready| {
+                parts.clone_from(&ready.parts_text);
+                question.answer(&ready, &mut above)
+            });
+            match answer {
+                Ok(result) => results.push(result),
+                Err(error) => {
+                    interruption.stopped = Some(stopped(error, load)?);
+                }
+            }
         }
+        let interruption = control.is_interrupted().then_some(interruption);
         results.reverse();
         self.asked.parts = parts;
         Ok(Answer {
@@ -450,6 +489,7 @@ impl Plan {
             base: self.base,
             workload_text: self.workload_text,
             results,
+            interruption,
         })
     }
 
@@ -485,17 +525,38 @@ pub struct Answer {
     workload_text: String,
     /// One per load, in rising order.
     results: Vec<Result<Found, NotFound>>,
+    /// `None`: all was searched.
+    interruption: Option<Interruption>,
+}
+
+/// The search at `load` that an interruption ended; other errors stay errors.
+fn stopped(error: anyhow::Error, load: f64) -> anyhow::Result<StoppedSearch> {
+    match error.downcast::<StoppedSearch>() {
+        Ok(stopped) => Ok(stopped),
+        Err(error) if error.is::<Interrupted>() => Ok(StoppedSearch { load, so_far: None }),
+        Err(error) => Err(error),
+    }
 }
 
 impl Answer {
     /// Whether every load has an answer.
     pub fn found(&self) -> bool {
-        self.results.iter().all(Result::is_ok)
+        let of_each = |of: &Interruption| of.stopped.is_none() && of.not_searched.is_empty();
+        self.interruption.as_ref().is_none_or(of_each) && self.results.iter().all(Result::is_ok)
+    }
+
+    /// What an interruption left out, if there was one.
+    pub fn interruption(&self) -> Option<String> {
+        Some(output::interruption(
+            &self.asked,
+            self.interruption.as_ref()?,
+        ))
     }
 
     /// Tables. `written`: where the answer was written, and the workload in the words of a command.
     pub fn text(&self, written: Option<(&Path, &str)>) -> String {
-        output::text(&self.asked, &self.results, written)
+        let interruption = self.interruption().map(|said| format!("{said}\n"));
+        interruption.unwrap_or_default() + &output::text(&self.asked, &self.results, written)
     }
 
     /// One JSON object (`docs/plan.md`).
@@ -503,7 +564,11 @@ impl Answer {
     /// # Errors
     /// If it cannot be formatted.
     pub fn json(&self) -> anyhow::Result<String> {
-        Ok(output::json(&self.asked, &self.results)?)
+        Ok(output::json(
+            &self.asked,
+            &self.results,
+            self.interruption().as_deref(),
+        )?)
     }
 
     /// A self-contained page, with charts over sizes and loads after [`Plan::with_charts`]. `command`: what made it.

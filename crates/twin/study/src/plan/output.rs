@@ -15,7 +15,7 @@ use slipstream_report::latency::{P50, P99, cell};
 use slipstream_report::table::{Table, counted, grouped, number};
 
 use super::scaled::{Bounds, Scaled};
-use super::{Asked, Excluded, Found, NotFound, Row, Sensitivity, words};
+use super::{Asked, Excluded, Found, Interruption, NotFound, Row, Sensitivity, words};
 
 /// A share in percent, with enough digits to tell it from the target. Rounded down, so that neither a
 /// target nor all of the requests is claimed without being reached.
@@ -462,6 +462,35 @@ pub(super) fn cost_of(context: &Asked, cost: f64) -> String {
     }
 }
 
+/// What an interruption left out.
+pub(super) fn interruption(context: &Asked, of: &Interruption) -> String {
+    let mut text = String::from("interrupted");
+    if let Some(stopped) = &of.stopped {
+        let load = number(stopped.load);
+        let so_far = match &stopped.so_far {
+            None => "no configuration had attained yet".to_owned(),
+            Some(row) => format!(
+                "the cheapest that had attained, with one seed, is {} = {}, {}, {}",
+                row.name(),
+                counted(row.gpus, "GPU"),
+                row.setting_name(),
+                cost_of(context, row.sized.cost)
+            ),
+        };
+        text.extend([format!(
+            "; the search at load {load} had not ended: {so_far}"
+        )]);
+    }
+    if !of.not_searched.is_empty() {
+        let loads: Vec<String> = of.not_searched.iter().copied().map(number).collect();
+        text.extend([format!("; not searched: load {}", loads.join(", "))]);
+    }
+    if of.stopped.is_none() {
+        text.push_str("; runners-up, headroom and sensitivity of the last answer are not complete");
+    }
+    text
+}
+
 /// Everything as text, the answers first.
 pub(super) fn text(
     context: &Asked,
@@ -662,6 +691,7 @@ fn found_json(context: &Asked, found: &Found) -> Value {
 pub(super) fn json(
     context: &Asked,
     results: &[Result<Found, NotFound>],
+    interruption: Option<&str>,
 ) -> serde_json::Result<String> {
     let answer = |result: &Result<Found, NotFound>| match result {
         Ok(found) => found_json(context, found),
@@ -693,6 +723,7 @@ pub(super) fn json(
         },
         "cost": if context.priced { "price" } else { "gpus" },
         "answers": results.iter().map(answer).collect::<Vec<_>>(),
+        "interrupted": interruption,
         "not_searched": context.excluded.iter().map(|shape| json!({
             "name": shape.name, "reason": shape.reason,
         })).collect::<Vec<_>>(),

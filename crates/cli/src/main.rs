@@ -13,11 +13,13 @@
 #[macro_use]
 mod out;
 mod cmd;
+mod examples;
+mod usage;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use slipstream_base::text::brief;
 
 /// Plans clusters that serve large language models, and routes requests to them: a simulator, a
@@ -103,7 +105,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = usage::parse();
     log_to_stderr();
     let Some(command) = cli.command else {
         return finish(
@@ -134,8 +136,8 @@ fn main() -> ExitCode {
         Command::Events(args) => cmd::events::run(&args),
         Command::Net(args) => cmd::net::run(&args),
         Command::Doctor(args) => cmd::doctor::run(&args),
-        Command::Completions(args) => cmd::shell::completions(&args, Cli::command()),
-        Command::Man(args) => cmd::shell::man(&args, Cli::command()),
+        Command::Completions(args) => cmd::shell::completions(&args, usage::command()),
+        Command::Man(args) => cmd::shell::man(&args, usage::command()),
     };
     finish(result)
 }

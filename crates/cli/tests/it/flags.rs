@@ -7,7 +7,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::server::slipstream;
+use crate::server::{run, slipstream};
 
 /// Where the key is that a flag overrides.
 #[derive(Clone, Copy, PartialEq)]
@@ -763,4 +763,58 @@ fn flags_that_contradict_a_workload_file_are_refused() {
             assert!(said.contains(&format!("--{flag}")), "{said}");
         }
     }
+}
+
+/// A flag's mistake is named by the flag, not by the key of the cluster file that it sets.
+#[test]
+fn mistakes_name_the_flag_that_was_typed() {
+    let check = |args: &[&str], flag: &str, words: &[&str]| {
+        let (code, _, err) = run(args);
+        assert_eq!(code, Some(2), "{args:?}: {err}");
+        assert!(err.contains(flag), "{args:?}: {err}");
+        assert!(!err.contains("--set"), "{args:?}: {err}");
+        for word in words {
+            assert!(err.contains(word), "{args:?}: {err}");
+        }
+    };
+    let plan = ["plan", "--rate=4", "--slo=ttft=1s"];
+    let kin = ["llama-3.1-70b", "llama-3.3-70b"];
+    check(
+        &[&plan[..], &["--model=llama3-70b"]].concat(),
+        "--model",
+        &kin,
+    );
+    let price = ["GPU=PRICE", "h100-sxm=2.5"];
+    check(
+        &[&plan[..], &["--price=h100-sxm"]].concat(),
+        "--price h100-sxm",
+        &price,
+    );
+    check(&["plan", "--slo=ttft=1s", "--rate", "-3"], "--rate", &[]);
+    check(&["serve", "--listen", "8000"], "--listen", &[]);
+    check(&["serve", "--host", "a b"], "--host", &[]);
+    check(
+        &["serve", "--engine", "localhost:8001"],
+        "--engine",
+        &["http://localhost:8001"],
+    );
+    check(&["serve", "--speedup", "-1"], "--speedup", &[]);
+    check(&["serve", "--model", "llama3-70b"], "--model", &kin);
+    check(
+        &["init", "--model", "llama3-70b", "--dir=x"],
+        "llama3-70b",
+        &kin,
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let table = dir.path().join("workload.toml");
+    std::fs::write(
+        &table,
+        "requests = 5\nisl = 3\n[arrival]\nkind = \"poisson\"\n",
+    )
+    .unwrap();
+    check(
+        &["predict", table.to_str().unwrap()],
+        "workload.toml",
+        &["model_path"],
+    );
 }

@@ -13,6 +13,12 @@ pub enum TableError {
     /// Two columns have one name.
     #[error("the header has column \"{0}\" more than once")]
     Duplicate(String),
+    /// No column of the header is one of a deployment: the text is something else.
+    #[error(
+        "the first line has no column of a deployment, such as model_path, system, isl and osl; a CSV table with a \
+         header is needed (docs/accuracy.md)"
+    )]
+    NoColumn,
     /// The header is a single cell that contains another separator.
     #[error("the header is a single cell that contains {0}; cells must be separated by commas")]
     Separator(&'static str),
@@ -129,6 +135,9 @@ pub fn read_rows(text: &[u8]) -> Result<Vec<Row>, TableError> {
         if !name.is_empty() && columns[..at].contains(name) {
             return Err(TableError::Duplicate(name.clone()));
         }
+    }
+    if !columns.is_empty() && !columns.iter().any(|name| COLUMNS.contains(&name.as_str())) {
+        return Err(TableError::NoColumn);
     }
     let columns = Arc::new(columns);
     reader

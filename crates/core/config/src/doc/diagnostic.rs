@@ -142,8 +142,8 @@ pub(super) fn nearest<'c>(
         .map(|(_, c)| c)
 }
 
-/// The candidates that resemble `word`: that have it in their name, or that it has in its own; otherwise
-/// [`nearest`].
+/// The candidates that resemble `word`: that have it in their name, or that it has in its own; otherwise those of its
+/// family and size ([`kin`]); otherwise [`nearest`].
 pub(super) fn alike<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
     const SHOWN_MAX: usize = 4;
     // Shorter names are part of many words.
@@ -163,10 +163,65 @@ pub(super) fn alike<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
         .take(SHOWN_MAX)
         .copied()
         .collect();
-    if parts.is_empty() {
-        return nearest(word, candidates.iter().copied())
-            .into_iter()
-            .collect();
+    if !parts.is_empty() {
+        return parts;
+    }
+    let kin = kin(word, candidates);
+    if !kin.is_empty() {
+        return kin.into_iter().take(SHOWN_MAX).collect();
+    }
+    nearest(word, candidates.iter().copied())
+        .into_iter()
+        .collect()
+}
+
+/// The candidates of the same family as `word` that agree with it in most parts of the name, its size above all:
+/// `llama-3.1-70b` and `llama-3.3-70b` for `llama3-70b`.
+fn kin<'c>(word: &str, candidates: &[&'c str]) -> Vec<&'c str> {
+    let of_word = name_parts(word);
+    let scored = candidates.iter().filter_map(|candidate| {
+        let of_candidate = name_parts(candidate);
+        let family = of_candidate.first()?;
+        of_word.contains(family).then_some(())?;
+        let score: u32 = of_word
+            .iter()
+            .map(|part| agreement(part, &of_candidate))
+            .sum();
+        Some((score, *candidate))
+    });
+    let scored: Vec<(u32, &str)> = scored.collect();
+    let best = scored.iter().map(|(score, _)| *score).max();
+    let of_best = scored.iter().filter(|(score, _)| Some(*score) == best);
+    of_best.map(|(_, candidate)| *candidate).collect()
+}
+
+/// How much a part of a name says if the `others` have it: sizes most, versions that begin alike least.
+fn agreement(part: &str, others: &[String]) -> u32 {
+    let is_size = part.ends_with('b') && part.starts_with(|c: char| c.is_ascii_digit());
+    if others.iter().any(|other| other == part) {
+        return if is_size { 4 } else { 2 };
+    }
+    let begins = |other: &String| {
+        other
+            .strip_prefix(part)
+            .is_some_and(|rest| rest.starts_with('.'))
+    };
+    u32::from(others.iter().any(begins))
+}
+
+/// The parts of a model's or GPU's name in lower case: `meta/Llama3.1-70B` has `meta`, `llama`, `3.1` and `70b`. A
+/// letter or two before a number belong to it, as in `h100`.
+fn name_parts(name: &str) -> Vec<String> {
+    let mut parts = Vec::new();
+    let lower = name.to_lowercase();
+    for word in lower.split(|c: char| !c.is_ascii_alphanumeric() && c != '.') {
+        let letters = word.chars().take_while(char::is_ascii_alphabetic).count();
+        let (family, rest) = word.split_at(letters);
+        if letters >= 3 && rest.starts_with(|c: char| c.is_ascii_digit()) {
+            parts.extend([family.to_owned(), rest.to_owned()]);
+        } else if !word.is_empty() {
+            parts.push(word.to_owned());
+        }
     }
     parts
 }
@@ -240,6 +295,36 @@ mod tests {
             suggestion("Llama-3.1-8B-Instruct", &models),
             "did you mean llama-3.1-8b?"
         );
+    }
+
+    #[test]
+    fn suggestions_are_of_the_family_and_the_size() {
+        let models = [
+            "llama-3.1-8b",
+            "llama-3.1-70b",
+            "llama-2-70b",
+            "qwen3-32b",
+            "qwen2.5-72b",
+            "llama-3.3-70b",
+            "gpt-oss-20b",
+        ];
+        let check = |word: &str, expected: &[&str]| {
+            assert_eq!(alike(word, &models), expected, "{word}");
+        };
+        check("llama3-70b", &["llama-3.1-70b", "llama-3.3-70b"]);
+        check(
+            "Meta-Llama-3-70B-Instruct",
+            &["llama-3.1-70b", "llama-3.3-70b"],
+        );
+        check("llama3.1:8b", &["llama-3.1-8b"]);
+        check("meta-llama/llama3-8b-instruct", &["llama-3.1-8b"]);
+        check("llama-2-70b-chat-hf", &["llama-2-70b"]);
+        check("Qwen/Qwen3-32B-FP8", &["qwen3-32b"]);
+        check("qwen2.5-7b", &["qwen2.5-72b"]);
+        let gpus = ["a100-sxm-80gb", "h100-sxm", "h100-pcie", "l40s", "rtx-4090"];
+        assert_eq!(alike("rtx4090", &gpus), ["rtx-4090"]);
+        assert_eq!(alike("nvidia-h100-sxm5", &gpus), ["h100-sxm"]);
+        assert_eq!(alike("a100_80gb", &gpus), ["a100-sxm-80gb"]);
     }
 
     #[test]

@@ -274,9 +274,17 @@ impl Doc {
     }
 
     /// Overlays the document with a flag `--set key=value`. `value` is TOML; anything else is read
-    /// as a string, so quotes may be omitted.
+    /// as a string, so quotes may be omitted. A command that sets a key by a flag of its own writes
+    /// `--flag: key=value`: errors then name that flag.
     pub fn set(&mut self, assignment: &str) {
-        let origin = Origin::Set(assignment.to_owned());
+        let by_flag = assignment
+            .starts_with("--")
+            .then(|| assignment.split_once(": "))
+            .flatten();
+        let (origin, assignment) = match by_flag {
+            Some((flag, assignment)) => (Origin::Flag(flag.to_owned()), assignment),
+            None => (Origin::Set(assignment.to_owned()), assignment),
+        };
         match assignment.split_once('=') {
             Some((path, value)) => self.overlay(path.trim(), value.trim(), &origin),
             None => self.note(

@@ -49,6 +49,8 @@ pub(crate) struct Args {
     /// Address to listen on; port 0 selects a free one [default: live.listen]
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
+    #[command(flatten)]
+    names: NameArgs,
     /// Divide modelled time by this; 0: no waiting at all [default: live.speedup]
     #[arg(long, value_name = "FACTOR")]
     speedup: Option<f64>,
@@ -56,6 +58,65 @@ pub(crate) struct Args {
     record: RecordArgs,
     #[command(flatten)]
     shadow: ShadowArgs,
+}
+
+/// Address and model by vLLM's flags.
+#[derive(clap::Args)]
+pub(super) struct NameArgs {
+    /// Host to listen on, with the port of --port or 8000
+    #[arg(long, value_name = "HOST", conflicts_with = "listen", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    host: Option<String>,
+    /// Port to listen on, with the host of --host or 127.0.0.1; 0 selects a free one
+    #[arg(long, value_name = "PORT", conflicts_with = "listen")]
+    port: Option<u16>,
+    /// Modelled model: a preset's name, or a Hugging Face style config.json or its folder [default: the cluster file's]
+    #[arg(long, value_name = "MODEL", conflicts_with = "engine", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    model: Option<String>,
+    /// Names of the modelled model in requests; answers carry the first [default: model.name]
+    #[arg(long, value_name = "NAME", num_args = 1.., conflicts_with = "engine", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    served_model_name: Vec<String>,
+}
+
+impl NameArgs {
+    /// These flags as keys of the cluster file.
+    fn sets(&self) -> Vec<String> {
+        let mut sets = Vec::new();
+        if self.host.is_some() || self.port.is_some() {
+            let host = self.host.as_deref().unwrap_or("127.0.0.1");
+            let is_ipv6 = host.contains(':') && !host.starts_with('[');
+            let host = if is_ipv6 {
+                format!("[{host}]")
+            } else {
+                host.to_owned()
+            };
+            let listen = format!("{host}:{}", self.port.unwrap_or(8000));
+            let flag = if self.host.is_some() {
+                "--host"
+            } else {
+                "--port"
+            };
+            sets.push(format!("{flag}: live.listen={listen:?}"));
+        }
+        if let Some(model) = &self.model {
+            let path = std::path::Path::new(model);
+            let is_json = path
+                .extension()
+                .is_some_and(|e| e.eq_ignore_ascii_case("json"));
+            let key = if is_json || path.join("config.json").is_file() {
+                "config"
+            } else {
+                "preset"
+            };
+            sets.push(format!("--model: model.{key}={model:?}"));
+        }
+        if let Some((first, others)) = self.served_model_name.split_first() {
+            sets.push(format!("--served-model-name: model.name={first:?}"));
+            if !others.is_empty() {
+                sets.push(format!("--served-model-name: model.aliases={others:?}"));
+            }
+        }
+        sets
+    }
 }
 
 /// Where requests are recorded.
@@ -84,14 +145,15 @@ impl RecordArgs {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut sets = Vec::new();
     if let Some(listen) = &args.listen {
-        sets.push(format!("live.listen={listen:?}"));
+        sets.push(format!("--listen: live.listen={listen:?}"));
     }
     if let Some(speedup) = args.speedup {
-        sets.push(format!("live.speedup={speedup:?}"));
+        sets.push(format!("--speedup: live.speedup={speedup:?}"));
     }
     if !args.engine.is_empty() {
-        sets.push(format!("pool.engines.engines={:?}", args.engine));
+        sets.push(format!("--engine: pool.engines.engines={:?}", args.engine));
     }
+    sets.extend(args.names.sets());
     let Some((cluster, file)) = args.cluster.resolve_watched(&sets)? else {
         return Ok(ExitCode::SUCCESS); // --print-config
     };
@@ -211,6 +273,9 @@ impl Live {
             registry.register_collector(autoscale.collector());
         }
         let mut service = service(cluster, text, fleets.clone())?;
+        if let Some(sources) = events.as_ref().and_then(super::events::kv_event_sources) {
+            let _ = service.management.kv_event_sources.set(sources); // it is new
+        }
         fit_files(&mut service, files, false);
         register(&service, &mut registry);
         let recorder = record
@@ -395,8 +460,14 @@ impl Signals {
     }
 
     /// Returns at a signal. A second one then terminates the process.
-    pub(super) fn wait(mut self) {
+    pub(super) fn wait(self) {
+        self.wait_and(|| ());
+    }
+
+    /// As [`wait`](Self::wait), and calls `then` before it returns.
+    pub(super) fn wait_and(mut self, then: impl FnOnce()) {
         self.next();
+        then();
         std::thread::spawn(move || {
             self.next();
             access_log::flush();

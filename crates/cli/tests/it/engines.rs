@@ -12,7 +12,7 @@ use slipstream_events::{BlockStored, KvEvent, KvEventBatch};
 use slipstream_frontend::text::{ChatOptions, Message, TextModel};
 
 use crate::attacks::Http2;
-use crate::server::{FAST, Server, run};
+use crate::server::{FAST, Server, run, slipstream};
 
 /// Time limit, longer than any operation here.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -1109,6 +1109,44 @@ pub(crate) fn tokenizer() -> (tempfile::TempDir, String) {
     assert_eq!(exported.0, Some(0), "{exported:?}");
     let flag = format!("--set=model.tokenizer={}", dir.path().display());
     (dir, flag)
+}
+
+/// Without vLLM: modelled servers name their publishers as vLLM does, two of them on one host with the default ports.
+#[test]
+fn modelled_servers_rehearse_routing_by_kv_events() {
+    let (_dir, tokenizer) = tokenizer();
+    let own = [
+        "--set=pool.main.workers=1",
+        "--set=live.events.bus=zmq",
+        "--set=model.name=m",
+    ];
+    let engines = [Server::start(&[FAST, &own]), Server::start(&[FAST, &own])];
+    let mut command = slipstream();
+    command
+        .arg("serve")
+        .args([&tokenizer, "--set=model.name=m"]);
+    for engine in &engines {
+        let sources = engine.get("/kv_event_sources");
+        assert_eq!(sources.status, 200);
+        assert!(
+            sources.text().contains("tcp://127.0.0.1:"),
+            "{}",
+            sources.text()
+        );
+        command.args(["--engine", &format!("http://{}", engine.address())]);
+    }
+    let router = Server::spawn(command);
+    router.await_metric("slipstream_engine_kv_connected", |n| n == 2.0);
+    let prompt = "Measure twice, then cut. ".repeat(200);
+    let body = serde_json::json!({"model": "m", "prompt": prompt, "max_tokens": 2}).to_string();
+    assert_eq!(router.post("/v1/completions", &body).status, 200);
+    router.await_metric("slipstream_router_cached_blocks", |n| n > 0.0);
+    let silent = Server::start(&[FAST]);
+    assert_eq!(
+        silent.get("/kv_event_sources").status,
+        404,
+        "it publishes none"
+    );
 }
 
 #[test]

@@ -107,11 +107,14 @@ pub fn service(cluster: &Cluster, text: Arc<TextModel>, fleets: Fleets) -> anyho
         admin_key,
         origins: Origins::new(&live.cors_origins),
         faults: Arc::new(Faults::new(live.faults.clone())),
-        management: Arc::new(Management::new(
-            live.management,
-            &cluster.model.lora_adapters,
-            &cluster.model.name,
-        )?),
+        management: Arc::new(
+            Management::new(
+                live.management,
+                &cluster.model.lora_adapters,
+                &cluster.model.name,
+            )?
+            .with_aliases(cluster.model.aliases.clone()),
+        ),
         image_tokens: cluster.model.image_tokens,
         limits: Limits {
             memory_max: match live.memory_max {

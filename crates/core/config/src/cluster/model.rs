@@ -23,6 +23,17 @@ section! {
             .with_description("string").with_default_text("the preset's name, or the folder of `config`");
         /// Model name in requests. Default: the preset's name.
         field name: String = PRESET.into();
+        /// Further names of the model in requests: the same weights and prefix cache under another name.
+        ///
+        /// Only for modelled engines. Answers carry `name`.
+        aliases: Vec<String> = value(Vec::new()).with_description("names")
+            .check(
+                |names: &Vec<String>| {
+                    let fits = |name: &String| !name.is_empty() && name.len() <= 256;
+                    names.len() <= 64 && names.iter().all(fits)
+                },
+                "up to 64 names of 1 to 256 bytes",
+            );
         /// A Hugging Face style `config.json`, or its folder; overrides the preset's shape.
         ///
         /// Read with the quantization files and the index of the weights in its folder; unknown keys that may matter
@@ -115,6 +126,7 @@ pub(super) fn read_model(
         name,
         config,
         tokenizer: ModelKeys::tokenizer().read(t),
+        aliases: ModelKeys::aliases().read(t),
         lora_adapters: ModelKeys::lora_adapters().read(t),
         image_tokens: ModelKeys::image_tokens().read(t),
         shape,

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use slipstream_base::BlockHash;
 use slipstream_base::sync::unpoisoned;
@@ -30,6 +30,10 @@ const NAME_BYTES_MAX: usize = 256;
 #[derive(Default)]
 pub struct Management {
     served: bool,
+    /// Further names of the model.
+    pub(crate) aliases: Vec<String>,
+    /// Publishers of KV events, by rank, as vLLM's `/kv_event_sources` names them: JSON. Empty if none is published.
+    pub kv_event_sources: OnceLock<String>,
     adapters: RwLock<BTreeMap<String, Arc<Adapter>>>,
     /// Whether an adapter was ever there: others need no lock.
     has_adapters: AtomicU64,
@@ -123,6 +127,13 @@ impl Management {
             management.load(name, name, model, false)?;
         }
         Ok(management)
+    }
+
+    /// As [`new`](Self::new), with further names of the model.
+    #[must_use]
+    pub fn with_aliases(mut self, aliases: Vec<String>) -> Management {
+        self.aliases = aliases;
+        self
     }
 
     /// Whether the routes exist.

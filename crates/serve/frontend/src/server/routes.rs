@@ -51,6 +51,7 @@ enum Endpoint {
     Version,
     OpenApi,
     Metrics,
+    KvEventSources,
     Manage(Manage),
 }
 
@@ -74,7 +75,7 @@ const READ: &[Method] = &[Method::GET, Method::HEAD];
 pub(super) const MESSAGES: &str = "/v1/messages";
 
 /// The most frequent ones first.
-static ROUTES: [Route; 24] = [
+static ROUTES: [Route; 25] = [
     keyed("/v1/chat/completions", POST, Endpoint::Chat),
     keyed("/v1/completions", POST, Endpoint::Completion),
     keyed(MESSAGES, POST, Endpoint::Messages),
@@ -104,6 +105,7 @@ static ROUTES: [Route; 24] = [
     keyed("/sleep", POST, Endpoint::Manage(Manage::Sleep)),
     keyed("/wake_up", POST, Endpoint::Manage(Manage::WakeUp)),
     keyed("/is_sleeping", READ, Endpoint::Manage(Manage::IsSleeping)),
+    keyed("/kv_event_sources", READ, Endpoint::KvEventSources),
     open("/metrics", Endpoint::Metrics),
     open("/health", Endpoint::Health),
     open("/ready", Endpoint::Ready),
@@ -173,11 +175,7 @@ pub(super) async fn route(
         },
     };
     let client = Client::new(owner.clone(), key);
-    let is_served = |route: &&Route| match route.endpoint {
-        Endpoint::Manage(_) => service.management.is_served(),
-        _ => true,
-    };
-    let Some(route) = found.filter(is_served) else {
+    let Some(route) = found.filter(|route| is_served(service, route)) else {
         let method = request.method().as_str();
         return Err(ApiError::route_not_found(method, path));
     };
@@ -340,6 +338,10 @@ async fn answer(
         Endpoint::Live => Ok(json(200, b"{\"live\":true}".to_vec())),
         Endpoint::Version => Ok(json(200, version_json().to_vec())),
         Endpoint::OpenApi => Ok(json(200, description(service))),
+        Endpoint::KvEventSources => {
+            let sources = service.management.kv_event_sources.get();
+            Ok(json(200, sources.cloned().unwrap_or_default().into_bytes()))
+        }
         Endpoint::Metrics => metrics(shard, request.headers(), id),
     }
 }
@@ -354,7 +356,12 @@ fn models(service: &Service) -> Response<HttpBody> {
         parent: Some(&service.model),
         ..base
     });
-    let cards: Vec<ModelCard<'_>> = std::iter::once(base).chain(of_adapters).collect();
+    let aliases = service.management.aliases.iter();
+    let of_aliases = aliases.map(|alias| ModelCard { id: alias, ..base });
+    let cards: Vec<ModelCard<'_>> = std::iter::once(base)
+        .chain(of_aliases)
+        .chain(of_adapters)
+        .collect();
     json(200, models_json(&cards))
 }
 
@@ -364,7 +371,7 @@ fn model(service: &Service, name: &str) -> Result<Response<HttpBody>, ApiError> 
     let adapter = generate::check_model(service, Some(&name))?;
     let base = card(service);
     let shown = match &adapter {
-        None => base,
+        None => ModelCard { id: &name, ..base },
         Some(adapter) => ModelCard {
             id: &name,
             root: &adapter.path,
@@ -375,16 +382,26 @@ fn model(service: &Service, name: &str) -> Result<Response<HttpBody>, ApiError> 
     Ok(json(200, model_json(&shown)))
 }
 
+/// Whether a route exists on this server.
+fn is_served(service: &Service, route: &Route) -> bool {
+    let management = &service.management;
+    match route.endpoint {
+        Endpoint::Manage(_) => management.is_served(),
+        Endpoint::KvEventSources => management.kv_event_sources.get().is_some(),
+        _ => true,
+    }
+}
+
 /// The description of the routes that are served.
 fn description(service: &Service) -> Vec<u8> {
-    if service.management.is_served() {
+    let mut absent = ROUTES
+        .iter()
+        .filter(|route| !is_served(service, route))
+        .peekable();
+    if absent.peek().is_none() {
         return openapi_json().to_vec();
     }
-    let managed = ROUTES
-        .iter()
-        .filter(|route| matches!(route.endpoint, Endpoint::Manage(_)))
-        .map(|route| route.path);
-    openapi_json_without(managed)
+    openapi_json_without(absent.map(|route| route.path))
 }
 
 fn card(service: &Service) -> ModelCard<'_> {

@@ -373,9 +373,14 @@ pub(crate) fn check_model(
     if let Some(adapter) = service.management.adapter(model) {
         return Ok(Some(adapter));
     }
+    let aliases = &service.management.aliases;
+    if aliases.iter().any(|alias| alias == model) {
+        return Ok(None);
+    }
     let adapters = service.management.adapters();
     let adapters = adapters.iter().map(|adapter| adapter.name.as_str());
     let served: Vec<&str> = std::iter::once(service.model.as_str())
+        .chain(aliases.iter().map(String::as_str))
         .chain(adapters)
         .collect();
     Err(ApiError::model_not_found(model, &served))

@@ -17,6 +17,7 @@ use slipstream_report::{Objectives, Slo};
 use slipstream_report::{RunReport, compare};
 use slipstream_workload::Vocabulary;
 
+use crate::cmd::bench_sweep::{self, SweepArgs};
 use crate::cmd::workload_args::{self, WorkloadArgs};
 use crate::out;
 
@@ -57,16 +58,17 @@ enum FormArg {
 }
 
 #[derive(clap::Args)]
-struct Load {
+pub(super) struct Load {
     /// Server, such as http://127.0.0.1:8000
     #[arg(required_unless_present = "print_config")]
     url: Option<String>,
 
     #[command(flatten)]
-    what: WorkloadArgs,
+    pub(super) what: WorkloadArgs,
     /// Set a key of the workload file, such as arrival.rate_per_s=20; may be repeated
     #[arg(
-        long,
+        long = "workload-set",
+        alias = "set",
         value_name = "KEY=VALUE",
         requires = "workload",
         help_heading = "Workload"
@@ -76,6 +78,17 @@ struct Load {
     #[arg(long, requires = "workload", help_heading = "Workload")]
     print_config: bool,
 
+    #[command(flatten)]
+    client: ClientSettings,
+    #[command(flatten)]
+    pub(super) sweep: SweepArgs,
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
+}
+
+/// How requests are sent.
+#[derive(clap::Args)]
+struct ClientSettings {
     /// Endpoint to load
     #[arg(long, default_value = "completions", help_heading = "Client")]
     endpoint: EndpointArg,
@@ -123,28 +136,32 @@ struct Load {
     /// Wait this long for the server to start
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = workload_args::time, help_heading = "Client")]
     wait_ready: Duration,
+}
 
+/// What is measured, and where it is written.
+#[derive(clap::Args)]
+pub(super) struct OutputArgs {
     /// Objectives for goodput, such as ttft=1s,itl=50ms
     #[arg(long, value_name = "SLO", help_heading = "Output")]
-    slo: Option<Slo>,
+    pub(super) slo: Option<Slo>,
     /// Name of the run in tables
     #[arg(long, value_name = "NAME", help_heading = "Output")]
     label: Option<String>,
     /// Print JSON (docs/results.md)
     #[arg(long, help_heading = "Output")]
-    json: bool,
+    pub(super) json: bool,
     /// Save the JSON form, for `slipstream bench compare`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Write one drag record per request to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    drag: Option<PathBuf>,
+    pub(super) drag: Option<PathBuf>,
     /// Write the run over time to this file: CSV, or Parquet if it ends in .parquet
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    series: Option<PathBuf>,
+    pub(super) series: Option<PathBuf>,
     /// Write a self-contained HTML page with plots to this file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    html: Option<PathBuf>,
+    pub(super) html: Option<PathBuf>,
     /// Request stage times from a Slipstream server; for --drag
     #[arg(long, requires = "drag", help_heading = "Output")]
     trace_stages: bool,
@@ -156,7 +173,7 @@ struct Load {
     no_metrics: bool,
     /// Do not print progress
     #[arg(long, help_heading = "Output")]
-    quiet: bool,
+    pub(super) quiet: bool,
 }
 
 /// Runs a workload, or compares saved runs.
@@ -183,17 +200,20 @@ fn compare_runs(files: &[PathBuf]) -> anyhow::Result<ExitCode> {
 fn load(args: &Load) -> anyhow::Result<ExitCode> {
     if args.print_config {
         let source = args.what.source(&args.set);
-        out::print(&source.text(args.slo.as_ref())?)?;
+        out::print(&source.text(args.output.slo.as_ref())?)?;
         return Ok(ExitCode::SUCCESS);
     }
     out::check_writable([
-        ("out", args.out.as_deref()),
-        ("drag", args.drag.as_deref()),
-        ("series", args.series.as_deref()),
-        ("html", args.html.as_deref()),
+        ("out", args.output.out.as_deref()),
+        ("drag", args.output.drag.as_deref()),
+        ("series", args.output.series.as_deref()),
+        ("html", args.output.html.as_deref()),
     ])?;
+    if args.sweep.sweep {
+        return bench_sweep::run(args);
+    }
     let config = config(args)?;
-    let shows = std::io::stderr().is_terminal() && !args.quiet;
+    let shows = std::io::stderr().is_terminal() && !args.output.quiet;
     let mut last = Progress::default();
     let outcome = slipstream_bench::run(config, &mut |progress| {
         if shows {
@@ -213,7 +233,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     }
     let failures = save(args, &mut outcome)?;
     let report = &outcome.report;
-    if args.json {
+    if args.output.json {
         out::print_json(&report.to_json())?;
     } else {
         out::print(&report.render())?;
@@ -231,7 +251,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
 }
 
 /// The load that the flags describe.
-fn config(args: &Load) -> anyhow::Result<Config> {
+pub(super) fn config(args: &Load) -> anyhow::Result<Config> {
     let (mut workload, mut name) = args.what.workload(&args.set)?;
     workload_args::print_note(&workload);
     let what = &args.what;
@@ -242,39 +262,39 @@ fn config(args: &Load) -> anyhow::Result<Config> {
         name = format!("{name} seed {}", workload.seed);
     }
     let url = args.url.as_deref().unwrap_or_default();
-    let objectives = Objectives::of(&workload, args.slo.clone());
+    let objectives = Objectives::of(&workload, args.output.slo.clone());
     Ok(Config {
         target: Target::resolve(url)?,
-        endpoint: match args.endpoint {
+        endpoint: match args.client.endpoint {
             EndpointArg::Completions => Endpoint::Completions,
             EndpointArg::Chat => Endpoint::Chat,
         },
-        form: match args.prompt_form {
+        form: match args.client.prompt_form {
             FormArg::Text => PromptForm::Text,
             FormArg::Tokens => PromptForm::Tokens,
         },
-        stream: !args.no_stream,
-        model: args.model.clone(),
-        api_key: args.api_key.clone(),
-        headers: args.headers.clone(),
-        label: args.label.clone().unwrap_or_else(|| name.clone()),
+        stream: !args.client.no_stream,
+        model: args.client.model.clone(),
+        api_key: args.client.api_key.clone(),
+        headers: args.client.headers.clone(),
+        label: args.output.label.clone().unwrap_or_else(|| name.clone()),
         workload,
         workload_name: name,
         vocabulary: Vocabulary::english(),
-        token_ids: args.token_ids.clone(),
+        token_ids: args.client.token_ids.clone(),
         slo: objectives,
-        series: args.html.is_some() || args.series.is_some(),
-        warmup: args.warmup,
-        timeout: args.timeout,
-        connect_timeout: args.connect_timeout,
-        threads: args.threads,
-        in_flight_max: args.max_in_flight,
-        retries: args.retries,
-        drag: args.drag.clone(),
-        trace_stages: args.trace_stages,
-        server_pids: args.server_pids.clone(),
-        scrape_metrics: !args.no_metrics,
-        wait_ready: args.wait_ready,
+        series: args.output.html.is_some() || args.output.series.is_some(),
+        warmup: args.client.warmup,
+        timeout: args.client.timeout,
+        connect_timeout: args.client.connect_timeout,
+        threads: args.client.threads,
+        in_flight_max: args.client.max_in_flight,
+        retries: args.client.retries,
+        drag: args.output.drag.clone(),
+        trace_stages: args.output.trace_stages,
+        server_pids: args.output.server_pids.clone(),
+        scrape_metrics: !args.output.no_metrics,
+        wait_ready: args.client.wait_ready,
         catch_interrupt: true,
     })
 }
@@ -283,18 +303,18 @@ fn config(args: &Load) -> anyhow::Result<Config> {
 fn save(args: &Load, outcome: &mut Outcome) -> anyhow::Result<Vec<String>> {
     let report = &outcome.report;
     let mut failures = Vec::new();
-    if let (Some(error), Some(path)) = (outcome.drag_failure.take(), &args.drag) {
+    if let (Some(error), Some(path)) = (outcome.drag_failure.take(), &args.output.drag) {
         failures.push(out::incomplete(path, &error.into()));
     }
-    if let Some(path) = &args.out {
+    if let Some(path) = &args.output.out {
         failures.extend(out::save(path, &report.to_json()));
     }
-    if let (Some(path), Some(series)) = (&args.series, &outcome.series)
+    if let (Some(path), Some(series)) = (&args.output.series, &outcome.series)
         && let Err(error) = series.save(path)
     {
         failures.push(out::incomplete(path, &error.into()));
     }
-    if let Some(path) = &args.html {
+    if let Some(path) = &args.output.html {
         let page = page(args, outcome)?;
         failures.extend(out::save(path, &page));
     }
@@ -324,19 +344,19 @@ fn page(args: &Load, outcome: &Outcome) -> anyhow::Result<String> {
         report,
         distributions: &outcome.distributions,
         series: outcome.series.as_deref(),
-        slo: args.slo.as_ref(),
+        slo: args.output.slo.as_ref(),
         events: Vec::new(),
         warnings,
         facts,
         texts: vec![(
             "Workload".into(),
-            args.what.source(&args.set).text(args.slo.as_ref())?,
+            args.what.source(&args.set).text(args.output.slo.as_ref())?,
         )],
     };
     Ok(page.render())
 }
 
-fn show_progress(now: &Progress, last: &Progress) {
+pub(super) fn show_progress(now: &Progress, last: &Progress) {
     let seconds = (now.elapsed_ns.saturating_sub(last.elapsed_ns)) as f64 / 1e9;
     let rate = if seconds > 0.0 {
         now.events.saturating_sub(last.events) as f64 / seconds

@@ -1,6 +1,7 @@
 //! The subcommands, one module each: `Args` and `run`.
 
 mod axis_args;
+mod bench_sweep;
 mod cached;
 mod client_args;
 mod cluster_args;

@@ -823,3 +823,77 @@ fn names_with_slashes_compressed_bodies_and_long_heads_are_told_apart() {
     assert_eq!(long.status, 431);
     assert!(long.error().contains("1024"), "{}", long.error());
 }
+
+/// vLLM's flags: several names of one model, and a port.
+#[test]
+fn a_model_has_the_names_that_vllms_flags_give_it() {
+    let mut command = crate::server::slipstream();
+    command
+        .arg("serve")
+        .args(&FAST[..1])
+        .args(&FAST[2..])
+        .args(["--served-model-name", "gpt-4o", "gpt-4o-mini", "--port=0"]);
+    let server = Server::spawn_as_it_is(command);
+    let models: Value = serde_json::from_str(&server.get("/v1/models").text()).unwrap();
+    let ids: Vec<&str> = models["data"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|model| model["id"].as_str())
+        .collect();
+    assert_eq!(ids, ["gpt-4o", "gpt-4o-mini"]);
+    for name in ids {
+        let body = format!(r#"{{"model":"{name}","prompt":"a","max_tokens":2}}"#);
+        let answer = server.post("/v1/completions", &body);
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let answer: Value = serde_json::from_str(&answer.text()).unwrap();
+        assert_eq!(answer["model"], "gpt-4o", "answers carry the first name");
+        assert_eq!(server.get(&format!("/v1/models/{name}")).status, 200);
+    }
+    let other = server.post("/v1/completions", r#"{"model":"gpt-3","prompt":"a"}"#);
+    assert_eq!(other.status, 404);
+    assert!(other.text().contains("gpt-4o-mini"), "{}", other.text());
+}
+
+/// A server that answers at once attains any rate, and none attains a nanosecond.
+#[test]
+fn a_sweep_doubles_or_halves_the_rate() {
+    let server = Server::start(&[FAST]);
+    let url = format!("http://{}", server.address());
+    let sweep = |slo: &str| {
+        let (code, out, err) = run(&[
+            "bench",
+            &url,
+            "--sweep",
+            "--rate=200",
+            "--requests=20",
+            "--isl=10",
+            "--osl=2",
+            "--sweep-steps=3",
+            "--json",
+            slo,
+        ]);
+        let json: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
+        let steps = json["steps"].as_array().unwrap().clone();
+        let loads: Vec<f64> = steps.iter().map(|s| s["load"].as_f64().unwrap()).collect();
+        let sent = steps
+            .iter()
+            .map(|s| s["report"]["requests"]["sent"].as_u64());
+        (
+            code,
+            loads,
+            sent.map(Option::unwrap).collect::<Vec<_>>(),
+            json,
+        )
+    };
+    let (code, loads, sent, json) = sweep("--slo=ttft=60s");
+    assert_eq!((code, loads), (Some(0), vec![1.0, 2.0, 4.0]));
+    assert_eq!(sent, [20, 40, 80], "each run takes as long as the first");
+    assert_eq!(json["highest"]["rate_per_s"], 800.0);
+    let (code, loads, _, json) = sweep("--slo=ttft=1ns");
+    assert_eq!((code, loads), (Some(1), vec![1.0, 0.5, 0.25]));
+    assert_eq!(json["highest"], Value::Null);
+    let refused = run(&["bench", &url, "--sweep", "--slo=ttft=1s"]);
+    assert_eq!(refused.0, Some(2));
+    assert!(refused.2.contains("--rate"), "{}", refused.2);
+}

@@ -8,6 +8,7 @@
 //! - [`http`]: answers parsed as they arrive; [`answer`]: their events and usage.
 //! - [`body`]: requests rendered from prompt segments.
 //! - [`host`]: how busy the machine is.
+//! - [`search`]: the highest load that attains objectives.
 //! - [`run`](mod@run): the run itself, on one or more threads of single-threaded runtimes.
 // Casts that could change a number go through `slipstream_base::width`.
 #![cfg_attr(
@@ -27,6 +28,7 @@ mod client;
 pub mod host;
 pub mod http;
 pub mod run;
+pub mod search;
 mod target;
 
 pub use run::{BenchError, Config, Outcome, Progress, run};

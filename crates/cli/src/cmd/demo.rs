@@ -56,7 +56,7 @@ const LIVE: Duration = Duration::from_secs(20);
 /// The same at a low pace, at which fewer requests fit into a second.
 const LIVE_SLOW: Duration = Duration::from_secs(35);
 /// Fewest live requests, however slow this host is.
-const LIVE_REQUESTS_MIN: u64 = 50;
+const LIVE_REQUESTS_MIN: u64 = 150;
 
 /// Largest ratio of the live to the simulated median ITL. An engine's pace does not depend on the policy
 /// or on its load, so a larger one means that the host did not keep time.

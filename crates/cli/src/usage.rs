@@ -83,7 +83,7 @@ fn explained(error: &clap::Error, command: &Command, words: &[OsString]) -> Opti
         ErrorKind::InvalidSubcommand => {
             let word = text_of(error, ContextKind::InvalidSubcommand)?;
             (word == "version").then(|| {
-                format!("error: there is no command `version`\n\n  tip: slipstream --version\n")
+                "error: there is no command `version`\n\n  tip: slipstream --version\n".to_owned()
             })
         }
         _ => None,

@@ -109,14 +109,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     out::model_lines(&sweep.model_lines());
     out::check_writable([("out", args.out.as_deref()), ("html", args.html.as_deref())])?;
     let shows = std::io::stderr().is_terminal() && !args.quiet;
-    let rows = match (&args.on, &asked) {
-        (Some(on), Some(asked)) => {
-            Ray::start(on, asked, Some(sweep.len()), shows).and_then(|ray| ray.rows())
-        }
-        _ => {
-            let control = progress::interruptible(shows)?;
-            sweep.rows(0..sweep.len(), args.jobs.map(usize::from), &control)
-        }
+    let rows = if let (Some(on), Some(asked)) = (&args.on, &asked) {
+        Ray::start(on, asked, Some(sweep.len()), shows).and_then(|ray| ray.rows())
+    } else {
+        let control = progress::interruptible(shows)?;
+        sweep.rows(0..sweep.len(), args.jobs.map(usize::from), &control)
     };
     progress::clear(shows);
     let rows = rows?;

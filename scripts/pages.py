@@ -192,6 +192,15 @@ LAYOUT = """({
             text.getClientRects().length > 0
             && parseFloat(getComputedStyle(text).fontSize) * scale < 9);
     }),
+    "a series cannot be hidden": [...document.querySelectorAll('figure.chart')].some(figure => {
+        const key = figure.querySelector('.legend [data-line]');
+        if (!key) return false;
+        const line = figure.querySelector(`g[data-line="${key.dataset.line}"]`);
+        key.click();
+        const is_hidden = getComputedStyle(line).display === 'none';
+        key.click();
+        return !is_hidden || getComputedStyle(line).display === 'none';
+    }),
     "a state takes several lines": [...document.querySelectorAll('.fleet em')].some(state => {
         const text = document.createRange();
         text.selectNodeContents(state);

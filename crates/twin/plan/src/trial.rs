@@ -5,11 +5,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use slipstream_base::slo::Shown;
-use slipstream_base::width;
+use slipstream_base::{SimTime, width};
 use slipstream_config::cluster::Cluster;
 use slipstream_config::workload_file::Workload;
 use slipstream_report::Objectives;
 use slipstream_twin::{Options, Outcome, Progress, RequestRecord, Sink, TwinError};
+use slipstream_workload::Request;
 
 use crate::search::TrialResult;
 
@@ -58,6 +59,8 @@ pub struct Answer {
 struct Judge<'a> {
     question: &'a Question<'a>,
     ended: Vec<(u64, u64)>,
+    /// Requests of each class under way whose first token was too late. Shape `[classes]`.
+    late: Vec<u64>,
     by_objective: Vec<(&'static str, u64, u64)>,
     /// Shape `[classes][PARTS]`.
     parts: Vec<[(u64, u64); PARTS]>,
@@ -85,7 +88,24 @@ pub(crate) fn allowed(expected: u64, target: f64) -> u64 {
     expected.saturating_sub(needed)
 }
 
+impl Judge<'_> {
+    /// Whether a first token at `first` is too late for a request's objectives.
+    fn is_late(&self, request: &Request, first: SimTime) -> bool {
+        let slo = self.question.objectives.of_class(request.class);
+        let limit = slo.and_then(|slo| slo.limit_ns("ttft"));
+        limit.is_some_and(|limit| first.since(request.due) > limit)
+    }
+}
+
 impl Sink for Judge<'_> {
+    fn on_first(&mut self, request: &Request, now: SimTime) {
+        if self.is_late(request, now) {
+            let at = request.class as usize;
+            self.late.resize(self.late.len().max(at + 1), 0);
+            self.late[at] += 1;
+        }
+    }
+
     fn on_request(&mut self, record: &RequestRecord<'_>) {
         let objectives = self.question.objectives;
         let class = record.request.class;
@@ -111,6 +131,11 @@ impl Sink for Judge<'_> {
         }
         self.ended[at].0 += 1;
         self.ended[at].1 += u64::from(met);
+        if self.is_late(record.request, record.first)
+            && let Some(late) = self.late.get_mut(at)
+        {
+            *late = late.saturating_sub(1);
+        }
         for (name, held) in objectives
             .of_class(class)
             .into_iter()
@@ -131,15 +156,18 @@ impl Sink for Judge<'_> {
     }
 
     fn on_progress(&mut self, progress: Progress) -> bool {
-        let missed = |&(all, met): &(u64, u64)| all - met;
-        let over = self
-            .ended
-            .iter()
-            .zip(self.question.stop_at.unwrap_or_default())
-            .any(|(class, allowed)| missed(class) > *allowed);
+        let late = |at: usize| self.late.get(at).copied().unwrap_or(0);
+        let stop_at = self.question.stop_at.unwrap_or_default();
+        let mut each = self.ended.iter().zip(stop_at).enumerate();
+        let over = each.any(|(at, (&(all, met), allowed))| all - met + late(at) > *allowed);
         if over && !self.stopped {
             self.stopped = true;
-            self.under_way = progress.in_flight as u64;
+            // What comes late has missed.
+            for (class, late) in self.ended.iter_mut().zip(&self.late) {
+                class.0 += late;
+            }
+            let late = self.late.iter().sum();
+            self.under_way = (progress.in_flight as u64).saturating_sub(late);
         }
         let interrupted = self.question.interrupted;
         !self.stopped && !interrupted.is_some_and(|flag| flag.load(Ordering::Relaxed))
@@ -179,6 +207,7 @@ impl<'a> Judge<'a> {
         Judge {
             question,
             ended: vec![(0, 0)],
+            late: vec![0],
             by_objective: Vec::new(),
             parts: vec![[(0, 0); PARTS]],
             stopped: false,
@@ -260,6 +289,11 @@ impl<'a> Judge<'a> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use slipstream_config::cluster::file;
+    use slipstream_config::doc::Doc;
+    use slipstream_config::workload_file;
+
     use super::*;
 
     #[test]
@@ -271,6 +305,73 @@ mod tests {
         assert_eq!(of(&[&[20], &[900, 100], &[80, 0]]), [10, 1]);
         assert_eq!(of(&[&[u64::MAX], &[u64::MAX]]), of(&[&[u64::MAX]]));
         assert_eq!(of(&[]), [0; 0]);
+    }
+
+    /// The answer for two L4 with a small model; `stop_at`: as the question's.
+    fn answer(workload: &str, slo: &str, stop_at: Option<&[u64]>) -> Answer {
+        let mut doc = Doc::empty();
+        for set in [
+            "model.preset=llama-3.1-8b",
+            "engine.timing.gpu=l4",
+            "engine.timing.dtype=fp8",
+            "engine.max_num_seqs=8",
+            "pool.main.workers=2",
+        ] {
+            doc.set(set);
+        }
+        let none = |_: &Path| Err(io::Error::from(io::ErrorKind::NotFound));
+        let (cluster, _) = file::read(doc, none).unwrap();
+        let (workload, _) = workload_file::read(Doc::parse("w.toml", workload.as_bytes())).unwrap();
+        let objectives = Objectives::from(slo.parse::<slipstream_base::Slo>().unwrap());
+        let question = Question {
+            objectives: &objectives,
+            target: 0.9,
+            expected: Some(&[40]),
+            stop_at,
+            slower: 1.0,
+            length_s: 1.0,
+            interrupted: None,
+        };
+        run(&cluster, &workload, &question, none).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 8, ..ProptestConfig::default() })]
+
+        /// A run that was stopped would have had as many misses at its end, and others run to theirs.
+        #[test]
+        fn stopped_runs_would_have_missed(
+            rate in 0.5f64..8.0,
+            isl in prop::sample::select(vec![100, 1000, 4000]),
+            osl in prop::sample::select(vec![1, 20, 120]),
+            slo in prop::sample::select(vec!["ttft=400ms", "ttft=2s,itl=60ms", "e2e=5s", "ttft=1s,e2e=3s", "tpot=50ms"]),
+            turns in 1u32..3,
+        ) {
+            let workload = format!(
+                "requests = 40\nisl = {isl}\nosl = {osl}\n[arrival]\nkind = \"poisson\"\nrate_per_s = {rate}\n\
+                 [session]\nturns = {turns}\n"
+            );
+            let stop_at = stop_at([[40].as_slice()], 0.9);
+            let (stopped, whole) =
+                (answer(&workload, slo, Some(&stop_at)).measured, answer(&workload, slo, None).measured);
+            let misses = |of: &TrialResult| of.by_class[0].0 - of.by_class[0].1;
+            prop_assert!(whole.complete);
+            if stopped.complete {
+                prop_assert_eq!(stopped, whole);
+            } else {
+                prop_assert!(misses(&stopped) > stop_at[0] && misses(&whole) >= misses(&stopped));
+                prop_assert!(!whole.attains && stopped.requests <= 40);
+            }
+        }
+    }
+
+    #[test]
+    fn late_first_tokens_stop_a_run_before_any_answer_ends() {
+        let workload = "requests = 40\nisl = 4000\nosl = 2000\n[arrival]\nkind = \"constant\"\nrate_per_s = 4\n";
+        let measured = answer(workload, "ttft=10ms", Some(&[4])).measured;
+        assert_eq!((measured.complete, measured.share), (false, 0.0));
+        let (all, met) = measured.by_class[0];
+        assert!((5..8).contains(&all) && met == 0, "{measured:?}");
     }
 
     #[test]

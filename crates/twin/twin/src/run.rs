@@ -253,6 +253,11 @@ pub trait Sink {
         let _ = record;
     }
 
+    /// The first token of an answer arrived at `now`. Not called in runs with several threads.
+    fn on_first(&mut self, request: &Request, now: SimTime) {
+        let _ = (request, now);
+    }
+
     /// Whether [`on_request`](Self::on_request) is needed. Read once, at the start.
     fn wants_requests(&self) -> bool {
         true

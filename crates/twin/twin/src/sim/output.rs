@@ -70,16 +70,17 @@ impl Sim<'_> {
                 arrived: &out.arrived,
             });
         }
-        self.note_first_tokens(node, out);
+        self.note_first_tokens(node, out, sink);
         self.end_answers(node, out, sink);
     }
 
     /// The requests of a pass that got their first token.
-    fn note_first_tokens(&mut self, node: u32, out: &PassOutput) {
+    fn note_first_tokens(&mut self, node: u32, out: &PassOutput, sink: &mut dyn Sink) {
         let now = self.agenda.now;
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             flight.on_first(first, out.end, now);
+            sink.on_first(&flight.request, now);
             if !self.scaling.is_empty() {
                 let slo = self.options.slo.of_class(flight.request.class);
                 let limit = slo.and_then(|slo| slo.limit_ns("ttft"));

@@ -4,7 +4,7 @@
 //!
 //! `scripts/run.sh test-plan-release` asks 20 questions of small workloads; with `SLIPSTREAM_BRUTE=200` as many of larger ones, drawn from
 //! `SLIPSTREAM_BRUTE_SEED`, such as a commit's hash, and with `SLIPSTREAM_BRUTE=68..71` three of them. It prints the cost and the
-//! work of both.
+//! work of both. With `SLIPSTREAM_BRUTE_QUESTION=FILE` it answers the question of a file, as it prints them.
 #![allow(clippy::disallowed_methods, clippy::print_stdout)] // it has files, and prints costs and work
 
 use std::fmt::Write as _;
@@ -579,12 +579,23 @@ fn numbers() -> (Range<u64>, bool) {
     }
 }
 
+/// Answers the question of a file.
+fn ask_again(file: &Path) {
+    let question: Question = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let plan = question.prepare().unwrap();
+    let answer = plan.answer(Some(1), &Control::default(), None).unwrap();
+    println!("{}", answer.text(None));
+}
+
 #[test]
 #[cfg_attr(
     debug_assertions,
     ignore = "takes minutes without optimization: scripts/run.sh test-plan-release"
 )]
 fn answers_are_those_of_every_combination() {
+    if let Ok(file) = std::env::var("SLIPSTREAM_BRUTE_QUESTION") {
+        return ask_again(Path::new(&file));
+    }
     let (range, small) = numbers();
     let count = range.end - range.start;
     let folder = tempfile::tempdir().unwrap();

@@ -2,8 +2,9 @@
 //
 // Input, a line each: `control NAME` (NewReno, CUBIC, DCTCP, BBR), `mss BYTES`, `window SEGMENTS`,
 // `ssthresh BYTES`, `queue PACKETS`, `mark PACKETS` (a packet that finds more than so many waiting is
-// marked), `seed NUMBER`, `sack 0` or `1` (with proportional rate reduction), `link A B BITS_PER_S DELAY_NS`, `flow ID BYTES START_NS NODE NODE …` (its
-// path, hosts at both ends). Output: `ID NS`, from the first data packet to the arrival of the last
+// marked), `seed NUMBER`, `sack 0` or `1` (with proportional rate reduction),
+// `link A B BITS_PER_S DELAY_NS`, `flow ID BYTES START_NS NODE NODE …` (its path, hosts at both
+// ends). Output: `ID NS`, from the first data packet to the arrival of the last
 // byte; -1 if it did not arrive. Then `drops PACKETS` and `marks PACKETS`.
 #include <cstdint>
 #include <fstream>

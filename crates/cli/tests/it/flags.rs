@@ -338,6 +338,7 @@ const LOADED: [&str; 5] = ["simulate", "sweep", "plan", "bench", "drag"];
 const OWN: &[(&str, &str)] = &[
     ("demo", "short trace requests speedup out"),
     ("init", "model gpu rate isl osl workers dir force"),
+    ("net init", "force"),
     (
         "serve",
         "print-config record record-bytes-max shadow shadow-ratio",

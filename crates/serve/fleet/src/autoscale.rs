@@ -4,7 +4,6 @@
 //! ([`slipstream_autoscale`]). The numbers are metrics, and a file and a webhook have a thread each, so that a file
 //! system or a receiver that hangs delays neither decisions nor each other. Only the newest number waits for them.
 
-use std::fmt;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,17 +16,13 @@ use anyhow::Context;
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::Request;
-use hyper::client::conn::http1;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, USER_AGENT};
-use hyper_util::rt::TokioIo;
+use hyper::header::CONTENT_TYPE;
 use serde_json::json;
 use slipstream_autoscale::{Desired, PoolSample, Scalers};
 use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::to_u32;
 use slipstream_base::{Role, SimTime, WorkerId};
-use slipstream_config::cluster::{
-    AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster, EngineUrl,
-};
+use slipstream_config::cluster::{AutoscaleConfig, AutoscaleOutput, AutoscalePolicy, Cluster};
 use slipstream_frontend::upstream::Engines;
 use slipstream_frontend::{Frontend, FrontendTotals};
 use slipstream_metrics::{Collector, Family};
@@ -35,8 +30,9 @@ use slipstream_os::files;
 use slipstream_planes::clock::monotonic_ns;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
 use slipstream_router::Fleets;
-use tokio::net::TcpStream;
 use tokio::task::LocalSet;
+
+use crate::client::Client;
 
 /// Version of the document.
 const SCHEMA: u32 = 1;
@@ -223,8 +219,7 @@ impl Prepared {
         }
         if let Some(url) = self.output.webhook.clone() {
             let hook = Webhook {
-                url,
-                tls: self.tls,
+                server: Client { url, tls: self.tls },
                 token_file: self.output.webhook_token_file.clone(),
                 timeout: Duration::from_secs_f64(self.output.webhook_timeout_s),
                 retries_max: self.output.webhook_retries_max,
@@ -669,8 +664,7 @@ fn token(file: &Path) -> Result<String, String> {
 
 /// The receiver of POSTs.
 struct Webhook {
-    url: EngineUrl,
-    tls: Option<ClientTls>,
+    server: Client,
     token_file: Option<PathBuf>,
     timeout: Duration,
     retries_max: u32,
@@ -691,7 +685,7 @@ impl Webhook {
                 tracing::warn!(
                     more,
                     "{} (live.autoscale.webhook) did not take the numbers of workers: {why}",
-                    self.url
+                    self.server.url
                 );
             }
         }
@@ -727,55 +721,22 @@ impl Webhook {
     }
 
     async fn post(&self, document: &str) -> Result<(), String> {
-        fn said(error: impl fmt::Display) -> String {
-            error.to_string()
-        }
-        let to = (&*self.url.host, self.url.port);
-        let stream = TcpStream::connect(to).await.map_err(said)?;
-        let path = match &*self.url.prefix {
+        let token = self.token_file.as_deref().map(token).transpose()?;
+        let path = match &*self.server.url.prefix {
             "" => "/",
             path => path,
         };
-        let mut request = Request::post(path)
-            .header(HOST, self.url.authority())
-            .header(CONTENT_TYPE, "application/json")
-            .header(USER_AGENT, "slipstream");
-        if let Some(file) = &self.token_file {
-            request = request.header(AUTHORIZATION, format!("Bearer {}", token(file)?));
-        }
         let body = Full::new(Bytes::copy_from_slice(document.as_bytes()));
-        let request = request.body(body).map_err(said)?;
-        let status = match &self.tls {
-            None => send(TokioIo::new(stream), request).await?,
-            Some(tls) => {
-                let stream = tls.connect(&self.url.host, stream).await.map_err(said)?;
-                send(TokioIo::new(stream), request).await?
-            }
-        };
-        if status.is_success() {
-            Ok(())
-        } else {
-            Err(format!("it answers {status}"))
+        let request = Request::post(path)
+            .header(CONTENT_TYPE, "application/json")
+            .body(body)
+            .map_err(|error| error.to_string())?;
+        let answer = self.server.send(request, token.as_deref()).await;
+        match answer.map_err(|error| error.to_string())?.status() {
+            status if status.is_success() => Ok(()),
+            status => Err(format!("it answers {status}")),
         }
     }
-}
-
-/// Sends a request on a connection of its own, and returns the status of the answer.
-async fn send<T>(stream: T, request: Request<Full<Bytes>>) -> Result<hyper::StatusCode, String>
-where
-    T: hyper::rt::Read + hyper::rt::Write + Unpin + 'static,
-{
-    let connected = http1::handshake(stream).await;
-    let (mut sender, connection) = connected.map_err(|error| error.to_string())?;
-    // Ends with this function: a receiver that holds its answer back holds nothing here.
-    let connection = tokio::task::spawn_local(async move {
-        let _ = connection.await;
-    });
-    let answer = sender.send_request(request).await;
-    connection.abort();
-    answer
-        .map(|answer| answer.status())
-        .map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

@@ -11,17 +11,15 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Empty};
 use hyper::body::Incoming;
-use hyper::client::conn::http1;
-use hyper::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
+use hyper::header::ACCEPT;
 use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use slipstream_config::cluster::{EngineUrl, KubernetesConfig};
 use slipstream_os::files;
 use slipstream_planes::tls::{ClientFiles, ClientTls};
-use tokio::net::TcpStream;
 
 use super::autoscale::TOKEN_FILE_BYTES_MAX;
+use super::client::{Client, ClientError};
 use super::membership::{Listing, MemberSource};
 
 /// Files and variables of a process in a pod.
@@ -50,8 +48,7 @@ const EVENT_BYTES_MAX: usize = 8 << 20;
 
 /// An API server.
 struct Api {
-    url: EngineUrl,
-    tls: Option<ClientTls>,
+    server: Client,
     /// Read for each request: tokens are renewed.
     token_file: Option<PathBuf>,
 }
@@ -83,9 +80,13 @@ struct Watch {
 }
 
 /// Why there is no list or event.
+#[derive(Debug, thiserror::Error)]
 enum Fault {
-    /// The server does not know this version any more.
+    #[error("the server does not know this version any more")]
     Gone,
+    #[error(transparent)]
+    Unreachable(#[from] ClientError),
+    #[error("{0}")]
     Failed(String),
 }
 
@@ -145,8 +146,7 @@ impl EndpointSlices {
         );
         Ok(EndpointSlices {
             api: Api {
-                url,
-                tls,
+                server: Client { url, tls },
                 token_file,
             },
             path,
@@ -246,7 +246,7 @@ impl MemberSource for EndpointSlices {
                     Err(fault) => {
                         self.watch = None;
                         self.failed = true;
-                        let Fault::Failed(why) = fault else {
+                        if matches!(fault, Fault::Gone) {
                             self.version = None;
                             if self
                                 .listed
@@ -257,8 +257,8 @@ impl MemberSource for EndpointSlices {
                                 continue;
                             }
                             return Err("it forgets its versions at once (410 Gone)".into());
-                        };
-                        return Err(why);
+                        }
+                        return Err(fault.to_string());
                     }
                 }
             }
@@ -302,31 +302,19 @@ async fn read_token(file: PathBuf) -> std::io::Result<String> {
 
 impl Api {
     async fn get(&self, path: &str) -> Result<Response<Incoming>, Fault> {
-        let failed = |error: &dyn std::fmt::Display| Fault::Failed(error.to_string());
         let asked = async {
-            let to = (&*self.url.host, self.url.port);
-            let stream = TcpStream::connect(to).await.map_err(|e| failed(&e))?;
-            let mut sender = match &self.tls {
-                None => connect(TokioIo::new(stream)).await?,
-                Some(tls) => {
-                    let stream = tls.connect(&self.url.host, stream).await;
-                    connect(TokioIo::new(stream.map_err(|e| failed(&e))?)).await?
-                }
-            };
-            let mut request = Request::get(format!("{}{path}", self.url.prefix))
-                .header(HOST, self.url.authority())
+            let request = Request::get(format!("{}{path}", self.server.url.prefix))
                 .header(ACCEPT, "application/json")
-                .header(USER_AGENT, "slipstream");
-            if let Some(file) = &self.token_file {
-                let token = read_token(file.clone()).await.map_err(|error| {
-                    Fault::Failed(format!("the token {}: {error}", file.display()))
-                })?;
-                request = request.header(AUTHORIZATION, format!("Bearer {}", token.trim()));
-            }
-            let request = request
                 .body(Empty::<Bytes>::new())
-                .map_err(|e| failed(&e))?;
-            sender.send_request(request).await.map_err(|e| failed(&e))
+                .map_err(|error| Fault::Failed(error.to_string()))?;
+            let token = match &self.token_file {
+                Some(file) => Some(read_token(file.clone()).await.map_err(|error| {
+                    Fault::Failed(format!("the token {}: {error}", file.display()))
+                })?),
+                None => None,
+            };
+            let token = token.as_deref().map(str::trim);
+            Ok::<_, Fault>(self.server.send(request, token).await?)
         };
         let asked = tokio::time::timeout(ANSWER, asked).await;
         let answer = asked.map_err(|_| Fault::Failed(format!("no answer within {ANSWER:?}")))??;
@@ -335,7 +323,7 @@ impl Api {
             StatusCode::GONE => Err(Fault::Gone),
             status => Err(Fault::Failed(format!(
                 "{} answers {status}{}",
-                self.url,
+                self.server.url,
                 match status {
                     StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN =>
                         "; the service account needs list and watch of endpointslices (discovery.k8s.io)",
@@ -354,19 +342,6 @@ impl Api {
         serde_json::from_slice(&body.to_bytes())
             .map_err(|error| Fault::Failed(format!("the list is not JSON: {error}")))
     }
-}
-
-async fn connect<T>(stream: T) -> Result<http1::SendRequest<Empty<Bytes>>, Fault>
-where
-    T: hyper::rt::Read + hyper::rt::Write + Unpin + 'static,
-{
-    let connected = http1::handshake(stream).await;
-    let (sender, connection) = connected.map_err(|error| Fault::Failed(error.to_string()))?;
-    // Ends with the answer that it carries.
-    tokio::task::spawn_local(async move {
-        let _ = connection.await;
-    });
-    Ok(sender)
 }
 
 impl Watch {

@@ -40,6 +40,7 @@
 pub mod access_log;
 pub mod autoscale;
 pub mod cached;
+mod client;
 pub mod describe;
 pub mod endpoint_slices;
 pub mod engine_kv;

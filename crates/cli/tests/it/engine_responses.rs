@@ -464,7 +464,7 @@ fn a_hostile_id_asks_for_nothing_but_a_response() {
                 stream,
                 status,
                 "content-type: application/json\r\n",
-                b"{\"id\":\"resp_9\"}",
+                b"{\"id\":\"resp_9\",\"object\":\"response\"}",
             );
         })
     };

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::engines::{Engine, PATIENCE, answer, chunk, say};
+use crate::engines::{Engine, PATIENCE, answer, chunk, say, say_text};
 use crate::server::{Server, run};
 
 /// A slice with one endpoint.
@@ -119,7 +119,7 @@ impl Api {
 }
 
 fn saying(word: &'static str) -> Engine {
-    Engine::start(move |_, stream| answer(stream, "200 OK", "", word.as_bytes()))
+    Engine::start(move |_, stream| say_text(stream, word))
 }
 
 /// Waits until requests are answered by exactly these engines.
@@ -187,7 +187,7 @@ fn engines_follow_endpoint_slices_through_lists_watches_and_expired_versions() {
     assert_eq!(api.reply(Reply::Watch(events, true)), watch_from("40"));
     await_engines(&server, &[&b]);
     let got = server.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
-    assert_eq!((got.status, got.text()), (200, "b".into()));
+    assert_eq!((got.status, got.said()), (200, "b".into()));
     assert!(
         server.terminate().success(),
         "an open watch does not hold an exit up"
@@ -212,7 +212,7 @@ fn engines_stay_while_the_api_server_fails() {
     assert_eq!(api.reply(Reply::Watch(Vec::new(), true)), watch_from("2"));
     await_engines(&server, &[&a]);
     assert_eq!(
-        server.post("/v1/completions", "{\"model\":\"m\"}").text(),
+        server.post("/v1/completions", "{\"model\":\"m\"}").said(),
         "a"
     );
 }

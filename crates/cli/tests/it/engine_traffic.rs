@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 use std::sync::{Mutex, mpsc};
 
-use crate::engines::{Engine, PATIENCE, STREAM, answer, stream_texts, text_of};
+use crate::engines::{Engine, PATIENCE, STREAM, answer, say_text, stream_texts, text_of};
 use crate::server::Server;
 
 /// Answers with its name.
@@ -16,7 +16,7 @@ fn named(name: &'static str) -> Engine {
         {
             stream_texts(stream, "a", &[name]);
         } else {
-            answer(stream, "200 OK", "", name.as_bytes());
+            say_text(stream, name);
         }
     })
 }
@@ -64,7 +64,7 @@ fn pools_get_requests_in_proportion_to_their_weights() {
             let mut client = server.connect();
             client
                 .send("POST", "/v1/completions", &header, BODY.as_bytes())
-                .text()
+                .said()
         })
         .collect();
     answers.dedup();
@@ -88,7 +88,7 @@ fn a_pool_that_fails_costs_no_answer() {
     );
     for _ in 0..6 {
         let got = server.post("/v1/completions", BODY);
-        assert_eq!((got.status, got.text()), (200, "good".into()));
+        assert_eq!((got.status, got.said()), (200, "good".into()));
     }
     assert!(!bad.seen().is_empty(), "it is asked first");
     assert!(server.metric("slipstream_pool_fallbacks_total") >= 1.0);
@@ -96,7 +96,7 @@ fn a_pool_that_fails_costs_no_answer() {
     drop(bad);
     server.await_metric("slipstream_engine_up", |up| up == 1.0);
     for _ in 0..6 {
-        assert_eq!(server.post("/v1/completions", BODY).text(), "good");
+        assert_eq!(server.post("/v1/completions", BODY).said(), "good");
     }
 }
 
@@ -116,16 +116,16 @@ fn weights_of_a_changed_file_hold_at_once() {
     write([1, 0]);
     let server = Server::start(&[&[path.to_str().unwrap()]]);
     for _ in 0..10 {
-        assert_eq!(server.post("/v1/completions", BODY).text(), "a");
+        assert_eq!(server.post("/v1/completions", BODY).said(), "a");
     }
     write([0, 1]);
     server.signal("-HUP");
     let begun = std::time::Instant::now();
-    while server.post("/v1/completions", BODY).text() == "a" {
+    while server.post("/v1/completions", BODY).said() == "a" {
         assert!(begun.elapsed() < PATIENCE, "the file is not applied");
     }
     for _ in 0..10 {
-        assert_eq!(server.post("/v1/completions", BODY).text(), "b");
+        assert_eq!(server.post("/v1/completions", BODY).said(), "b");
     }
 }
 
@@ -164,7 +164,7 @@ fn a_mirror_gets_copies_and_answers_no_client() {
         if body == STREAM {
             assert_eq!(text_of(&got.events()), "serving");
         } else {
-            assert_eq!(got.text(), "serving");
+            assert_eq!(got.said(), "serving");
         }
     }
     let count = |engine: &Engine, outcome: &str| {
@@ -264,7 +264,7 @@ impl Mirrored {
 fn a_mirror_that_never_answers_delays_no_client() {
     let fleet = Mirrored::start(&[]);
     for _ in 0..5 {
-        assert_eq!(fleet.server.post("/v1/completions", BODY).text(), "serving");
+        assert_eq!(fleet.server.post("/v1/completions", BODY).said(), "serving");
     }
     let url = format!("http://{}", fleet.silent.address);
     fleet.server.await_metric(
@@ -288,7 +288,7 @@ fn a_mirror_that_never_answers_takes_no_clients_memory() {
     );
     for _ in 0..40 {
         assert_eq!(
-            fleet.server.post("/v1/completions", &body).text(),
+            fleet.server.post("/v1/completions", &body).said(),
             "serving"
         );
     }
@@ -312,7 +312,7 @@ fn engines_of_a_name_are_found_at_the_start() {
     server.await_metric(&format!("slipstream_engine_up{{engine=\"{url}\"}}"), |up| {
         up == 1.0
     });
-    assert_eq!(server.post("/v1/completions", BODY).text(), "here");
+    assert_eq!(server.post("/v1/completions", BODY).said(), "here");
     let engines = server.get("/health").json()["engines"].clone();
     let found = engines
         .as_array()

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, mpsc};
 
 use serde_json::Value;
 
-use crate::engines::{EVENTS, Engine, Seen, answer, chunk, front, say, stream_texts, text_event};
+use crate::engines::{
+    EVENTS, Engine, Seen, WHOLE, answer, chunk, front, say, stream_texts, text_event,
+};
 use crate::server::Server;
 
 const COMPLETION: &str = r#"{"model":"m","prompt":"x","temperature":0,"max_tokens":9}"#;
@@ -178,13 +180,13 @@ fn requests_with_effects_reach_one_engine_once() {
             at_lost.lock().unwrap().push(seen.line.clone());
             let is_first = number == 0 && seen.line.contains("/v1/score");
             if is_first {
-                answer(to, "200 OK", "", b"{}");
+                answer(to, "200 OK", "", WHOLE);
             }
             is_first
         });
         let good = Engine::start(move |seen, to| {
             at_good.lock().unwrap().push(seen.line.clone());
-            answer(to, "200 OK", "", b"{}");
+            answer(to, "200 OK", "", WHOLE);
         });
         let server = front(&[&lost, &good], &[]);
         let to = ["x-slipstream-worker: w0"];

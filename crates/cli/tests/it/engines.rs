@@ -227,6 +227,17 @@ pub(crate) fn answer(stream: &mut TcpStream, status: &str, headers: &str, body: 
     say(stream, &[head.as_bytes(), body].concat());
 }
 
+/// A complete answer that is not streamed, of whichever API.
+pub(crate) const WHOLE: &[u8] =
+    b"{\"object\":\"response\",\"type\":\"message\",\"choices\":[{\"text\":\"\",\"finish_reason\":\"stop\"}]}";
+
+/// Answers with `text`, not streamed.
+pub(crate) fn say_text(stream: &mut TcpStream, text: &str) {
+    let choice = serde_json::json!({"index": 0, "text": text, "finish_reason": "stop"});
+    let body = serde_json::json!({"choices": [choice]}).to_string();
+    answer(stream, "200 OK", "", body.as_bytes());
+}
+
 pub(crate) const EVENTS: &[u8] =
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
 
@@ -424,13 +435,13 @@ fn a_client_that_does_not_read_stops_the_engine() {
 #[track_caller]
 fn check_retried(name: &str, broken: impl Fn(&mut TcpStream) + Send + Sync + 'static) {
     let bad = Engine::start(move |_, stream| broken(stream));
-    let good = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{\"ok\":1}"));
+    let good = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let server = front(&[&bad, &good], &["--set=router.policy=\"round_robin\""]);
     for turn in 0..4 {
         let got = server.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
         assert_eq!(
             (got.status, got.text()),
-            (200, "{\"ok\":1}".into()),
+            (200, String::from_utf8_lossy(WHOLE).into_owned()),
             "{name}, {turn}"
         );
     }
@@ -646,7 +657,7 @@ fn a_stream_that_cannot_continue_ends_with_an_error_event() {
 #[test]
 fn models_are_merged_and_decide_who_is_asked() {
     let bind = || TcpListener::bind("127.0.0.1:0").unwrap();
-    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}");
+    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", WHOLE);
     let small = Engine::serving("small", bind(), ok);
     let large = Engine::serving("large/1", bind(), ok);
     let server = front(&[&small, &large], &[]);
@@ -693,7 +704,7 @@ fn an_engine_that_comes_later_is_found_and_one_that_goes_is_left_out() {
 
 #[test]
 fn keys_of_the_router_stay_there_and_engines_get_their_own() {
-    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, text: String| {
         let path = folder.path().join(name);
@@ -723,7 +734,7 @@ fn keys_of_the_router_stay_there_and_engines_get_their_own() {
 
 #[test]
 fn an_engine_with_a_key_does_not_get_that_of_the_client() {
-    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let folder = tempfile::tempdir().unwrap();
     let key = folder.path().join("engine.key");
     std::fs::write(&key, "engine-key\n").unwrap();
@@ -733,7 +744,7 @@ fn an_engine_with_a_key_does_not_get_that_of_the_client() {
         engine.address
     );
     std::fs::write(&cluster, text).unwrap();
-    let bare = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let bare = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let body = br#"{"model":"m","prompt":"x"}"#;
     let headers = ["Authorization: Bearer client"];
     for (server, engine, wanted) in [
@@ -761,7 +772,7 @@ fn an_engine_with_a_key_does_not_get_that_of_the_client() {
 /// A body of 7 MiB, whose text is compared with that of others.
 #[test]
 fn a_long_body_holds_nobody_up() {
-    let engines = [0, 1].map(|_| Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}")));
+    let engines = [0, 1].map(|_| Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE)));
     let server = front(
         &[&engines[0], &engines[1]],
         &["--set=engine.block_size=128"],
@@ -792,7 +803,7 @@ fn forwarded_answers_keep_to_the_limits_of_clients_that_read_nothing() {
             // It says no more; the router hangs up.
             let _ = stream.read(&mut [0]);
         } else {
-            answer(stream, "200 OK", "", &vec![b' '; 200_000]);
+            say_text(stream, &" ".repeat(200_000));
         }
     });
     let limits = [
@@ -945,7 +956,7 @@ fn pages_may_use_engines_as_the_router_says() {
 
 #[test]
 fn methods_that_could_show_or_change_an_engine_stay_here() {
-    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let engine = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let server = front(&[&engine], &[]);
     for (method, path, status) in [
         ("TRACE", "/v1/models/x", 405),
@@ -960,7 +971,7 @@ fn methods_that_could_show_or_change_an_engine_stay_here() {
 
 #[test]
 fn prompts_with_one_beginning_meet_one_engine() {
-    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}");
+    let ok = |_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", WHOLE);
     let engines = [Engine::start(ok), Engine::start(ok), Engine::start(ok)];
     let server = front(&[&engines[0], &engines[1], &engines[2]], &[]);
     let ask = |group: usize, turn: usize| {
@@ -1089,7 +1100,7 @@ pub(crate) fn caching_at(listener: TcpListener, publisher: Option<&Publisher>) -
                 answer(stream, "200 OK", "", sample.as_bytes());
             }
             Some("/tokenize") => answer(stream, "404 Not Found", "", b"{}"),
-            _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
+            _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", WHOLE),
             _ => answer(stream, "404 Not Found", "", b"{}"),
         }
     })

@@ -9,7 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use serde_json::json;
 
 use crate::engines::{
-    EVENTS, Engine, PATIENCE, STREAM, Seen, answer, chunk, say, stream_texts, text_event, text_of,
+    EVENTS, Engine, PATIENCE, STREAM, Seen, WHOLE, answer, chunk, say, stream_texts, text_event,
+    text_of,
 };
 use crate::engines_apart::{front, front_at, prefills};
 use crate::server::Server;
@@ -71,7 +72,7 @@ fn decode_engine(meetings: &Arc<Meetings>) -> Engine {
         if request.json()["stream"] == true {
             stream_texts(stream, "d", &["one ", "two"]);
         } else {
-            answer(stream, "200 OK", "", b"{\"id\":\"d\"}");
+            answer(stream, "200 OK", "", b"{\"id\":\"d\",\"choices\":[{}]}");
         }
     })
 }
@@ -408,7 +409,7 @@ fn a_decode_engine_that_fails_ends_the_request_to_the_prefill_engine() {
                 if *asked.lock().unwrap() == 1 {
                     return hang(stream, &closed);
                 }
-                answer(stream, "200 OK", "", b"{}");
+                answer(stream, "200 OK", "", WHOLE);
             })
         };
         let server = sglang(&[&prefill], &[&lost, &working]);
@@ -483,7 +484,7 @@ fn an_answer_may_begin_before_that_of_the_prefill_engine_ends() {
             let open = stream.peek(&mut [0]).map_err(|error| error.kind());
             assert_eq!(open, Err(std::io::ErrorKind::WouldBlock), "it was cut");
             stream.set_nonblocking(false).unwrap();
-            answer(stream, "200 OK", "", b"{}");
+            answer(stream, "200 OK", "", WHOLE);
             channels.1.send(()).unwrap();
         })
     };

@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use serde_json::{Value, json};
 
 use crate::engines::{
-    EVENTS, Engine, PATIENCE, STREAM, Seen, answer, chunk, front, read_request, say, stream_texts,
-    text_event, text_of,
+    EVENTS, Engine, PATIENCE, STREAM, Seen, WHOLE, answer, chunk, front, read_request, say,
+    stream_texts, text_event, text_of,
 };
 use crate::server::Server;
 
@@ -303,7 +303,7 @@ fn serve_hanging(stream: &TcpStream, gate: &(Mutex<bool>, Condvar), closed: &Mut
             *closed.lock().unwrap() += usize::from(is_closed);
             return;
         } else {
-            answer(&mut stream, "200 OK", "", b"{\"from\":1}");
+            answer(&mut stream, "200 OK", "", b"{\"from\":1,\"choices\":[{}]}");
         }
     }
 }
@@ -316,7 +316,7 @@ fn streams_and_requests_leave_an_engine_that_hangs() {
             assert_eq!(request.json()["prompt"], "Once upon a");
             stream_texts(stream, "second", &[" time"]);
         } else {
-            answer(stream, "200 OK", "", b"{\"from\":2}");
+            answer(stream, "200 OK", "", b"{\"from\":2,\"choices\":[{}]}");
         }
     });
     let first = format!("--engine=http://{}", hanging.address);
@@ -340,7 +340,10 @@ fn streams_and_requests_leave_an_engine_that_hangs() {
         server.await_metric("slipstream_engine_answer_bytes_total", |bytes| bytes > 0.0);
         let whole = scope.spawn(|| send(r#"{"model":"m","prompt":"x"}"#));
         assert_eq!(text_of(&stream.join().unwrap().events()), " a time");
-        assert_eq!(whole.join().unwrap().text(), "{\"from\":2}");
+        assert_eq!(
+            whole.join().unwrap().text(),
+            "{\"from\":2,\"choices\":[{}]}"
+        );
     });
     server.await_metric("slipstream_engine_up", |up| up == 1.0);
     server.await_metric("slipstream_engine_in_flight", |open| open == 0.0);
@@ -350,13 +353,16 @@ fn streams_and_requests_leave_an_engine_that_hangs() {
         *hanging.closed.lock().unwrap() == 1
     });
     assert_eq!(other.seen().len(), 2, "nothing twice");
-    assert_eq!(send(r#"{"model":"m","prompt":"x"}"#).text(), "{\"from\":1}");
+    assert_eq!(
+        send(r#"{"model":"m","prompt":"x"}"#).text(),
+        "{\"from\":1,\"choices\":[{}]}"
+    );
 }
 
 #[test]
 fn a_named_engine_is_the_first_to_be_asked() {
     let dead = Engine::start(|_, _| {});
-    let other = Engine::start(|_, stream| answer(stream, "200 OK", "", b"{}"));
+    let other = Engine::start(|_, stream| answer(stream, "200 OK", "", WHOLE));
     let server = front(&[&dead, &other], &["--set=upstream.failures_max=1000"]);
     let send = |worker: &str| {
         let named = format!("x-slipstream-worker: {worker}");

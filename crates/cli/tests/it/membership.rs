@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use slipstream_frontend::text::TextModel;
 
 use crate::engines::{
-    EVENTS, Engine, PATIENCE, Publisher, STREAM, answer, caching, caching_at, chunk, front, say,
-    stream_texts, text_event, text_of, tokenizer, took,
+    EVENTS, Engine, PATIENCE, Publisher, STREAM, WHOLE, answer, caching, caching_at, chunk, front,
+    say, say_text, stream_texts, text_event, text_of, tokenizer, took,
 };
 use crate::server::{Answer, Server};
 
@@ -64,7 +64,7 @@ fn await_members(server: &Server, engines: &[&Engine]) {
 
 /// An engine whose answer is `word`.
 fn saying(word: &'static str) -> Engine {
-    Engine::start(move |_, stream| answer(stream, "200 OK", "", word.as_bytes()))
+    Engine::start(move |_, stream| say_text(stream, word))
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn an_engine_joins_and_leaves_without_a_lost_answer() {
     let may_go_on = Mutex::new(may_go_on);
     let second = Engine::start(move |request, stream| {
         if request.json()["stream"] != true {
-            return answer(stream, "200 OK", "", b"second");
+            return say_text(stream, "second");
         }
         say(stream, EVENTS);
         chunk(stream, &text_event("a", "one "));
@@ -142,7 +142,7 @@ fn an_engine_joins_and_leaves_without_a_lost_answer() {
     assert_eq!(leaving.json()["state"], "draining");
     for turn in 0..8 {
         let body = json!({"model": "m", "prompt": format!("prompt {turn}")}).to_string();
-        assert_eq!(server.post("/v1/completions", &body).text(), "first");
+        assert_eq!(server.post("/v1/completions", &body).said(), "first");
     }
     assert_eq!(listed(&server).len(), 2, "an answer is on its way");
     go_on.send(()).unwrap();
@@ -172,7 +172,7 @@ fn an_engine_joins_and_leaves_without_a_lost_answer() {
     let got = server
         .connect()
         .send("POST", "/v1/completions", &named, body.as_bytes());
-    assert_eq!(got.text(), "third");
+    assert_eq!(got.said(), "third");
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn mistakes_in_admin_requests_are_named() {
     // Nobody answers at the one that was added: it takes no requests.
     assert_eq!(listed(&server)[1]["state"], "down");
     for _ in 0..4 {
-        assert_eq!(server.post("/v1/completions", "{}").text(), "x");
+        assert_eq!(server.post("/v1/completions", "{}").said(), "x");
     }
     let (code, _, error) = crate::server::run(&[
         "serve",
@@ -403,7 +403,7 @@ fn ranked(
                     "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"9000\"} 1\n";
                 answer(stream, "200 OK", "", sample.as_bytes());
             }
-            _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", b"{}"),
+            _ if seen.line.starts_with("POST ") => answer(stream, "200 OK", "", WHOLE),
             _ => answer(stream, "404 Not Found", "", b"{}"),
         }
     })

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 
-use crate::engines::{Engine, Seen, answer, front};
+use crate::engines::{Engine, Seen, WHOLE, answer, front};
 use crate::server::{FAST, LONG, Server};
 
 /// `live.memory_max`, and what one request may hold of it: half, less its connection.
@@ -137,7 +137,7 @@ fn a_prompt_that_memory_max_never_admits_is_413() {
 #[test]
 fn a_body_that_memory_max_never_admits_is_413_before_engines() {
     let engine =
-        Engine::start(|_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}"));
+        Engine::start(|_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", WHOLE));
     let server = front(&[&engine], &[MEMORY_FLAG]);
     // The prompt's tokens and hashes take twice the body.
     let fits = |len: usize| len <= 64 << 10 || rounded(len) + 2 * len <= ALLOWED;
@@ -147,7 +147,7 @@ fn a_body_that_memory_max_never_admits_is_413_before_engines() {
 #[test]
 fn an_announced_body_that_never_fits_is_refused_before_it_is_read() {
     let engine =
-        Engine::start(|_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", b"{}"));
+        Engine::start(|_: &Seen, stream: &mut TcpStream| answer(stream, "200 OK", "", WHOLE));
     let set = &["--set=live.body_bytes_max=1073741824", MEMORY_FLAG];
     for server in [Server::start(&[FAST, set]), front(&[&engine], set)] {
         for len in [ALLOWED + 1, 9 << 20, 1 << 30] {

@@ -7,7 +7,8 @@ use std::time::Instant;
 use serde_json::Value;
 
 use crate::engines::{
-    EVENTS, Engine, PATIENCE, STREAM, answer, chunk, front, say, stream_texts, text_event,
+    EVENTS, Engine, PATIENCE, STREAM, WHOLE, answer, chunk, front, say, say_text, stream_texts,
+    text_event,
 };
 use crate::planes::completion;
 use crate::server::{Answer, FAST, Server, slipstream};
@@ -223,8 +224,8 @@ fn the_log_says_how_each_answer_ended() {
     let engine = Engine::start(|request, stream| {
         let body = request.json();
         match body["prompt"].as_str().unwrap() {
-            "whole" => answer(stream, "200 OK", "", b"{}"),
-            "long" => answer(stream, "200 OK", "", &vec![b' '; 400 << 10]),
+            "whole" => answer(stream, "200 OK", "", WHOLE),
+            "long" => say_text(stream, &" ".repeat(400 << 10)),
             "wrong" => answer(stream, "422 Unprocessable", "", b"{}"),
             "events" => stream_texts(stream, "a", &["one", "two"]),
             // The answer never ends, or breaks off behind its first event.

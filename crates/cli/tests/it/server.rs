@@ -321,6 +321,12 @@ impl Answer {
             .map(|(_, value)| value.as_str())
     }
 
+    /// The text of a completion that is not streamed.
+    pub(crate) fn said(&self) -> String {
+        let text = &self.json()["choices"][0]["text"];
+        text.as_str().unwrap_or_default().to_owned()
+    }
+
     pub(crate) fn text(&self) -> String {
         String::from_utf8(self.body.clone()).expect("UTF-8")
     }

@@ -12,6 +12,7 @@ use super::ends;
 use super::engines::Engine;
 use super::exchange::{Exchange, Outgoing};
 use super::failure::Failure;
+use super::reported::Reported;
 use super::sse::{self, Scanner};
 use super::turn::Turn;
 use super::visit::Visit;
@@ -72,6 +73,15 @@ async fn converse_on(
         (Ok(head), _) => head,
         (Err(_), Err(failure)) | (Err(failure), Ok(())) => return Err(failure),
     };
+    if let Some(coding) = coding_of(&head).filter(|_| outgoing.api != Api::Other)
+        && head.status.is_success()
+    {
+        return Err(Failure::Reported(Reported::by_engine(format!(
+            "its answer is compressed (`Content-Encoding: {}`), although the request accepts `identity` only: the router \
+             must read it; do not compress between router and engine",
+            String::from_utf8_lossy(coding.as_bytes())
+        ))));
+    }
     let first = first_bytes(&mut connection, &mut head, outgoing).await?;
     let FirstBytes {
         decoder,
@@ -87,6 +97,13 @@ async fn converse_on(
     })
 }
 
+/// The coding in which a body must be read, if it is not the body itself.
+fn coding_of(head: &ResponseHead) -> Option<&HeaderValue> {
+    let coding = head.headers.get(CONTENT_ENCODING)?;
+    let is_none = coding.is_empty() || coding.as_bytes().eq_ignore_ascii_case(b"identity");
+    (!is_none).then_some(coding)
+}
+
 /// The beginning of a body.
 struct FirstBytes {
     decoder: BodyDecoder,
@@ -99,7 +116,7 @@ struct FirstBytes {
 /// the first one, which may be an error of the engine.
 struct Beginning {
     bytes: BytesMut,
-    /// Whether the answer has a known API and status 200.
+    /// Whether the answer has a known API and a status of success.
     judges: bool,
     /// Whether the complete body is needed, if it is short.
     wants_all: bool,
@@ -113,8 +130,8 @@ struct Beginning {
 
 impl Beginning {
     fn new(head: &ResponseHead, outgoing: &Outgoing<'_>) -> Beginning {
-        let is_known = outgoing.api != Api::Other && !head.headers.contains_key(CONTENT_ENCODING);
-        let judges = is_known && head.status == StatusCode::OK;
+        let is_known = outgoing.api != Api::Other && coding_of(head).is_none();
+        let judges = is_known && head.status.is_success();
         let is_short = match head.framing {
             Framing::Sized(bytes) => bytes <= WHOLE_BYTES_MAX,
             Framing::Chunked | Framing::UntilClose => is_known && !head.is_event_stream(),
@@ -177,16 +194,9 @@ impl Beginning {
             is_events = false;
         }
         if is_events {
-            if let Some(reported) = ends::first_error(api, &bytes, complete) {
-                return Err(Failure::Reported(reported));
-            }
-            if complete && sse::events(&bytes).next().is_none() {
-                return Err(Failure::Incomplete("its stream ended without an event"));
-            }
+            ends::check_beginning(api, &bytes, complete)?;
         } else if self.judges && complete {
-            let kind = head.headers.get(CONTENT_TYPE);
-            let kind = kind.map_or(&b""[..], HeaderValue::as_bytes);
-            ends::check_whole(api, kind, &bytes).map_err(Failure::Reported)?;
+            ends::check_whole(api, &bytes).map_err(Failure::Reported)?;
         }
         Ok(FirstBytes {
             decoder,

@@ -322,7 +322,7 @@ impl TrafficCounts {
 mod tests {
     use std::time::Duration;
 
-    use super::super::ends::Reported;
+    use super::super::reported::Reported;
     use super::*;
 
     /// Failures of requests, each of a kind with a counter of its own.
@@ -331,11 +331,7 @@ mod tests {
             Failure::Refused("refused".into()),
             Failure::Lost("reset".into()),
             Failure::Stalled(Duration::from_secs(1)),
-            Failure::Reported(Reported {
-                is_clients: false,
-                is_busy: false,
-                text: "died".into(),
-            }),
+            Failure::Reported(Reported::by_engine("died")),
             Failure::Incomplete("cut off"),
         ]
     }

@@ -6,127 +6,16 @@
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
-use memchr::memchr2;
 use memchr::memmem::{self, Finder};
+use memchr::{memchr2, memchr3};
 use serde::de::IgnoredAny;
 use serde_json::Value;
 
 use super::api::Api;
-use super::event::{Choice, EventData, Fields, fields, is_nothing, string, value};
+use super::event::{Choice, EventData, is_nothing, string, value};
+use super::failure::Failure;
+use super::reported::{self, ObjectKind, Reported};
 use super::sse::{self, Event};
-
-/// An error that an engine reported in an answer of status 200.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Reported {
-    /// Whether the client's request is at fault.
-    pub(super) is_clients: bool,
-    /// Whether the engine is busy (503).
-    pub(super) is_busy: bool,
-    pub(super) text: String,
-}
-
-/// Limit of an engine's message, in characters.
-const TEXT_CHARS_MAX: usize = 300;
-
-impl Reported {
-    fn by_engine(text: impl Into<String>) -> Reported {
-        Reported {
-            is_clients: false,
-            is_busy: false,
-            text: text.into(),
-        }
-    }
-
-    /// Reads an error object, or the value of an `error` field.
-    fn of(error: &Value, outer: &Fields<'_>) -> Reported {
-        let word = |of: &Value| of.as_str().map(str::to_owned);
-        let inner = |name: &str| error.get(name).filter(|value| !value.is_null());
-        let text = match error {
-            Value::String(text) => text.clone(),
-            error => inner("message")
-                .and_then(word)
-                .unwrap_or_else(|| error.to_string()),
-        };
-        // Numbers first: both vLLM and SGLang have one.
-        let numbers = ["code", "status", "status_code", "http_code"];
-        let status = numbers.iter().find_map(|name| {
-            let value = inner(name)?;
-            let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
-            number.filter(|number| (400..600).contains(number))
-        });
-        // TGI has the kind in a member next to the text.
-        let beside = outer.get("error_type").and_then(string);
-        let kinds: Vec<String> = ["code", "type"]
-            .iter()
-            .filter_map(|name| inner(name).and_then(word))
-            .chain(beside)
-            .map(|kind| plain(&kind))
-            .collect();
-        let is_clients = match status {
-            // Of a connection behind the engine: timeout, misdirected, failed dependency, too early, closed.
-            Some(408 | 421 | 424 | 425 | 499) => false,
-            // Older versions of vLLM report a dead engine with the status of a bad request.
-            Some(400..500) => {
-                !text.starts_with("EngineCore encountered an issue")
-                    && !kinds.iter().any(|kind| is_of_answer(kind))
-            }
-            Some(status) => status == 501,
-            None => kinds.iter().any(|kind| is_clients_fault(kind)),
-        };
-        Reported {
-            is_clients,
-            is_busy: status == Some(503),
-            text: text.chars().take(TEXT_CHARS_MAX).collect(),
-        }
-    }
-}
-
-/// Letters and digits of `kind`, in lower case.
-fn plain(kind: &str) -> String {
-    kind.chars()
-        .filter(char::is_ascii_alphanumeric)
-        .map(|c| c.to_ascii_lowercase())
-        .collect()
-}
-
-/// Whether `kind`, a plain type or code of an error, names an answer or who sent it: a gateway reports its engine.
-fn is_of_answer(kind: &str) -> bool {
-    const WORDS: [&str; 5] = ["upstream", "gateway", "backend", "provider", "timeout"];
-    WORDS.iter().any(|word| kind.contains(word))
-        || kind.contains("response") && !kind.contains("responseformat")
-}
-
-/// Whether `kind`, a plain type or code of an error, blames the request. Sources: the error types of OpenAI's and
-/// Anthropic's APIs, and of vLLM, SGLang, llama.cpp and TGI.
-fn is_clients_fault(kind: &str) -> bool {
-    const WORDS: [&str; 20] = [
-        "invalid",
-        "badrequest",
-        "notfound",
-        "notimplemented",
-        "notsupported",
-        "unprocessable",
-        "authentication",
-        "permission",
-        "unauthorized",
-        "forbidden",
-        "toolarge",
-        "toolong",
-        "ratelimit",
-        "contextlength",
-        "exceedcontextsize",
-        "contentfilter",
-        "contentpolicy",
-        "validation",
-        "unsupported",
-        "insufficientquota",
-    ];
-    WORDS.iter().any(|word| kind.contains(word))
-        && !is_of_answer(kind)
-        && !["internal", "server", "engine", "state"]
-            .iter()
-            .any(|word| kind.contains(word))
-}
 
 /// The finish reason of a choice, once it has one.
 pub(super) fn finish_of(choice: &Value) -> Option<&Value> {
@@ -147,72 +36,6 @@ fn is_no_reason(value: &Value) -> bool {
         Value::Object(fields) => fields.is_empty(),
         _ => false,
     }
-}
-
-/// The error of an event that is no JSON object: text of a gateway, or half an event.
-fn unreadable(text: &[u8]) -> Reported {
-    let text = text.trim_ascii();
-    let text = String::from_utf8_lossy(&text[..text.len().min(4 * TEXT_CHARS_MAX)]);
-    let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
-    Reported::by_engine(format!(
-        "an event of its stream is not a JSON object: `{text}`"
-    ))
-}
-
-/// Returns the error that an object reports, if any.
-fn error_of(fields: &Fields<'_>, is_error_event: bool) -> Option<Reported> {
-    let member = fields.get("error").filter(|raw| !is_nothing(raw));
-    let kind = fields.get("type").and_then(string);
-    let kind = kind.as_deref().unwrap_or_default();
-    let is_error = fields.get("object").and_then(string).as_deref() == Some("error")
-        || kind == "error"
-        || is_error_event;
-    match (member, kind) {
-        // `response.failed` of `/v1/responses`, or the response itself.
-        (_, "response.failed") => {
-            let response = fields.get("response");
-            let response = response.and_then(|raw| super::event::fields(raw.get().as_bytes()));
-            let error = response.and_then(|response| Some(value(response.get("error")?)));
-            let error = error.filter(|error| !error.is_null());
-            let error = error.unwrap_or_else(|| "the response failed".into());
-            Some(Reported::of(&error, fields))
-        }
-        (Some(raw), _) => Some(Reported::of(&value(raw), fields)),
-        (None, _) if is_error => Some(Reported::of(&described(fields), fields)),
-        (None, _) => None,
-    }
-}
-
-/// The members by which an object describes an error.
-fn described(fields: &Fields<'_>) -> Value {
-    const NAMES: [&str; 10] = [
-        "message",
-        "error_message",
-        "detail",
-        "errors",
-        "error_type",
-        "type",
-        "object",
-        "code",
-        "status",
-        "status_code",
-    ];
-    let all = NAMES
-        .iter()
-        .filter_map(|&name| Some((name.to_owned(), value(fields.get(name)?))));
-    Value::Object(all.collect())
-}
-
-/// Returns the error of an object that has neither choices nor an `error` member, but the members by which Python's web
-/// frameworks and gateways report errors.
-fn bare_error_of(fields: &Fields<'_>, has_choices: bool) -> Option<Reported> {
-    let has = |name: &str| fields.get(name).is_some_and(|raw| !is_nothing(raw));
-    let is_answer = has_choices || ["choices", "usage", "id"].iter().any(|name| has(name));
-    let names = ["detail", "message", "errors", "error_message"];
-    if is_answer || !names.iter().any(|name| has(name)) {
-        return None;
-    }
-    Some(Reported::of(&described(fields), fields))
 }
 
 /// Limit of choices of a stream whose ends are remembered. A stream with more ends with its last event.
@@ -261,14 +84,24 @@ pub(super) struct StreamEnd {
     choices: u64,
     /// Choices that have a finish reason.
     finished: BTreeSet<u64>,
+    /// A part of the answer has come.
+    has_answer: bool,
+    /// The last event, if it is neither a part of the answer nor an error: its beginning.
+    foreign: Option<String>,
     /// The last event has come.
     is_over: bool,
     /// The engine refused the request within the stream.
     is_refused: bool,
-    /// Beginning of events up to their choices, as of the last event that was read for it.
+    shape: Shape,
+}
+
+/// The bytes that events of an answer have in common, token by token: all but the text, and digits near the end.
+#[derive(Debug, Default)]
+struct Shape {
+    /// Beginning of the events, up to the text. Empty: no event is known.
     head: Vec<u8>,
-    /// End of that event, from the name of its finish reason: up to its last digits, and behind these.
-    reason: Vec<u8>,
+    /// End of the events, from the end of the text on: up to their last digits, and behind these.
+    tail: Vec<u8>,
     after_digits: Vec<u8>,
     /// Number of digits in the last event.
     digits: usize,
@@ -282,6 +115,8 @@ const DIGITS_MAX: usize = 8;
 pub(super) enum Judgment {
     /// It belongs to the answer.
     Continues,
+    /// It does not, but may pass.
+    Foreign,
     /// The answer ended before it.
     IsOver,
     /// The engine failed.
@@ -296,7 +131,10 @@ pub(super) struct Reading {
     pub(super) reported: Option<Reported>,
 }
 
-static ERROR: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
+/// Of `"error"`, `"Error"` and `"error_msg"`, which some engines send next to choices. In a text the word is harmless, but
+/// its event is read.
+static ERROR: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"rror"));
+static EXCEPTION: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"xception"));
 /// A name within a text cannot match: its closing quote would be escaped.
 static REASON: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\":"));
 static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"choices\":"));
@@ -311,6 +149,113 @@ fn is_null(value: &[u8]) -> bool {
 /// Whether whole events are one event of one line, which ends with LF LF.
 fn is_one_line(piece: &[u8]) -> bool {
     memchr2(b'\n', b'\r', piece).is_some_and(|length| length + 2 == piece.len())
+}
+
+/// Whether a part of an event has the name of an error, or a text with that word.
+fn may_have_error(part: &[u8]) -> bool {
+    ERROR.find(part).is_some() || EXCEPTION.find(part).is_some()
+}
+
+/// Whether `piece` is one event of an answer without choices that continues a part of it: `event: KIND`, `data: …` and a
+/// blank line.
+fn is_delta(api: Api, piece: &[u8]) -> bool {
+    let Some(length) = memchr2(b'\n', b'\r', piece) else {
+        return false;
+    };
+    let (name, rest) = piece.split_at(length);
+    let is_named = match api {
+        Api::Responses => name.starts_with(b"event: response.") && name.ends_with(b".delta"),
+        _ => name == b"event: content_block_delta",
+    };
+    is_named
+        && rest.starts_with(b"\n")
+        && memchr2(b'\n', b'\r', &rest[1..]).is_some_and(|at| at + 3 == rest.len())
+        && !may_have_error(piece)
+}
+
+/// Names of the text in a choice, up to the text.
+static TEXTS: LazyLock<[Finder<'static>; 3]> = LazyLock::new(|| {
+    // The last one is also the end of `"reasoning_content":"`.
+    [&b"\"text\":\""[..], b"\"reasoning\":\"", b"content\":\""].map(Finder::new)
+});
+
+impl Shape {
+    /// Whether `piece` is an event like the last one that was learned, but for its text and digits.
+    #[inline]
+    fn fits(&mut self, piece: &[u8]) -> bool {
+        if self.head.is_empty() {
+            return false;
+        }
+        let Some(rest) = piece.strip_prefix(&self.head[..]) else {
+            return false;
+        };
+        let Some(rest) = rest.strip_suffix(&self.after_digits[..]) else {
+            return false;
+        };
+        let Some(text) = self.before_tail(rest) else {
+            return false;
+        };
+        // Without a quote there is no end of the text, and no member behind it.
+        match memchr3(b'"', b'\n', b'\r', text) {
+            None => true,
+            Some(at) => is_quoted(&text[at..]),
+        }
+    }
+
+    /// The part of `rest`, an event up to its last digits, before the end of an earlier event and as many digits.
+    #[inline]
+    fn before_tail<'a>(&mut self, rest: &'a [u8]) -> Option<&'a [u8]> {
+        // As many as in the event before, mostly. Other bytes in their place are too few for another member.
+        let tail = &self.tail[..];
+        let before = |digits: usize| {
+            rest.get(..rest.len().checked_sub(digits)?)?
+                .strip_suffix(tail)
+        };
+        if let Some(text) = before(self.digits) {
+            return Some(text);
+        }
+        let digits = rest.iter().rev().take_while(|b| b.is_ascii_digit()).count();
+        self.digits = digits.min(DIGITS_MAX);
+        before(digits)
+    }
+
+    /// Remembers the shape of `piece`, whose choices begin at `choices`, and whose first finish reason has its name at
+    /// `reason`.
+    fn learn(&mut self, piece: &[u8], choices: usize, reason: usize) {
+        let within = &piece[choices..reason];
+        let text = TEXTS.iter().find_map(|name| {
+            let begin = choices + name.find(within)? + name.needle().len();
+            Some((begin, begin + end_of_text(&piece[begin..reason])?))
+        });
+        // Without a text all of the choices may differ.
+        let (head, tail) = text.unwrap_or((choices, reason));
+        piece[..head].clone_into(&mut self.head);
+        let digit = piece[reason..].iter().rposition(u8::is_ascii_digit);
+        let digit = digit.map_or(tail, |last| reason + last + 1);
+        let (tail, after) = piece[tail..].split_at(digit - tail);
+        let digits = tail.iter().rev().take_while(|b| b.is_ascii_digit()).count();
+        tail[..tail.len() - digits].clone_into(&mut self.tail);
+        after.clone_into(&mut self.after_digits);
+    }
+}
+
+/// Offset of the quote that ends a JSON string which has begun.
+fn end_of_text(text: &[u8]) -> Option<usize> {
+    let mut escaped = false;
+    text.iter().position(|&byte| {
+        let ends = byte == b'"' && !escaped;
+        escaped = byte == b'\\' && !escaped;
+        ends
+    })
+}
+
+/// Whether `text`, from its first quote or end of a line on, is of one line, and has no name of an error: it may be more
+/// than a text, with further members of a choice.
+#[cold]
+fn is_quoted(text: &[u8]) -> bool {
+    memchr2(b'\n', b'\r', text).is_none()
+        && !may_have_error(text)
+        && memmem::find(text, b"\\u").is_none()
 }
 
 impl StreamEnd {
@@ -368,7 +313,7 @@ impl StreamEnd {
             let text = event.text();
             let data = EventData::read(&text);
             match self.judge(&event, data.as_ref()) {
-                Judgment::Continues => {}
+                Judgment::Continues | Judgment::Foreign => {}
                 Judgment::IsOver => {
                     return Reading {
                         answer: event.start,
@@ -399,8 +344,10 @@ impl StreamEnd {
                 Judgment::Continues
             };
         }
-        let Some(reported) = self.error_in(event, data) else {
-            return Judgment::Continues;
+        let reported = match self.kind_of(event, data) {
+            ObjectKind::Answer => return Judgment::Continues,
+            ObjectKind::Foreign => return Judgment::Foreign,
+            ObjectKind::Error(reported) => reported,
         };
         // In other APIs an error is the last event.
         self.is_over |= !self.api.has_choices();
@@ -412,6 +359,31 @@ impl StreamEnd {
         Judgment::Failed(reported)
     }
 
+    /// Whether the event with this error of the engine is for the client: the client understands it, and no other engine can
+    /// give the answer.
+    pub(super) fn relays(&self, reported: &Reported) -> bool {
+        match self.api {
+            Api::Completions | Api::Chat => false,
+            Api::Responses | Api::Messages => reported.is_of_api && self.has_answer,
+            Api::Other => true,
+        }
+    }
+
+    /// A part of the answer has come.
+    pub(super) fn has_answer(&self) -> bool {
+        self.has_answer
+    }
+
+    /// A part of the answer has come that is not read.
+    pub(super) fn begin(&mut self) {
+        self.has_answer = true;
+    }
+
+    /// The same for a stream of another engine.
+    pub(super) fn anew(&self) -> StreamEnd {
+        StreamEnd::new(self.api, self.choices)
+    }
+
     /// Whether `piece` is one event that continues an answer, and need not be read: nearly all are.
     #[inline]
     pub(super) fn is_plain(&mut self, piece: &[u8]) -> bool {
@@ -419,54 +391,22 @@ impl StreamEnd {
             return false;
         }
         match self.api {
-            Api::Completions | Api::Chat => self.is_unfinished(piece),
+            // With one choice, token by token the same is written around the text.
+            Api::Completions | Api::Chat => {
+                self.choices == 1 && self.shape.fits(piece) || self.is_unfinished(piece)
+            }
             Api::Responses | Api::Messages => {
-                // `event: KIND`, `data: …` and a blank line.
-                let Some(length) = memchr2(b'\n', b'\r', piece) else {
-                    return false;
-                };
-                let (name, rest) = piece.split_at(length);
-                (name.ends_with(b".delta") || name == b"event: content_block_delta")
-                    && name.starts_with(b"event: ")
-                    && rest.starts_with(b"\n")
-                    && memchr2(b'\n', b'\r', &rest[1..]).is_some_and(|at| at + 3 == rest.len())
-                    && ERROR.find(piece).is_none()
+                let is_delta = is_delta(self.api, piece);
+                self.has_answer |= is_delta;
+                is_delta
             }
             Api::Other => ERROR.find(piece).is_none(),
         }
     }
 
     /// Whether `piece` is one event, of one line, with choices that all have `"finish_reason": null`, and no error.
-    #[inline]
-    fn is_unfinished(&mut self, piece: &[u8]) -> bool {
-        // Token by token the same is written before the choices, and from the finish reason on, but for a token's id.
-        if self.choices == 1
-            && !self.head.is_empty()
-            && let Some(rest) = piece.strip_prefix(&self.head[..])
-            && let Some(rest) = rest.strip_suffix(&self.after_digits[..])
-            && self.has_known_reason(rest)
-        {
-            return memchr2(b'\n', b'\r', rest).is_none();
-        }
-        self.is_unfinished_anew(piece)
-    }
-
-    /// Whether `rest`, an event up to its last digits, has the finish reason of an earlier event before as many digits.
-    #[inline]
-    fn has_known_reason(&mut self, rest: &[u8]) -> bool {
-        // As many as in the event before, mostly. Other bytes in their place are too few for another member.
-        let reason = &self.reason[..];
-        let before = |digits: usize| rest.get(..rest.len().checked_sub(digits)?);
-        if before(self.digits).is_some_and(|rest| rest.ends_with(reason)) {
-            return true;
-        }
-        let digits = rest.iter().rev().take_while(|b| b.is_ascii_digit()).count();
-        self.digits = digits.min(DIGITS_MAX);
-        before(digits).is_some_and(|rest| rest.ends_with(reason))
-    }
-
     #[cold]
-    fn is_unfinished_anew(&mut self, piece: &[u8]) -> bool {
+    fn is_unfinished(&mut self, piece: &[u8]) -> bool {
         let mut found = REASON.find_iter(piece);
         let Some(first) = found.next() else {
             return false;
@@ -474,72 +414,113 @@ impl StreamEnd {
         let reason = |at: usize| &piece[at + REASON.needle().len()..];
         let is_escaped = |part: &[u8]| memmem::find(part, b"\\u").is_some(); // `"\u0065rror"`, perhaps
         let is_plain = is_one_line(piece)
-            && ERROR.find(piece).is_none()
+            && !may_have_error(piece)
             && !is_escaped(&piece[first..])
             && is_null(reason(first))
             && found.all(|at| is_null(reason(at)));
         let Some(choices) = CHOICES.find(&piece[..first]) else {
             return false;
         };
-        let head = &piece[..choices + CHOICES.needle().len()];
-        let is_plain = is_plain && !is_escaped(head);
+        let choices = choices + CHOICES.needle().len();
+        let is_plain = is_plain && !is_escaped(&piece[..choices]);
         if is_plain {
-            head.clone_into(&mut self.head);
-            let end = &piece[first..];
-            let digit = end.iter().rposition(u8::is_ascii_digit);
-            let (reason, after) = end.split_at(digit.map_or(0, |last| last + 1));
-            let digits = reason.iter().rev().take_while(|b| b.is_ascii_digit());
-            let reason = &reason[..reason.len() - digits.count()];
-            reason.clone_into(&mut self.reason);
-            after.clone_into(&mut self.after_digits);
+            self.has_answer = true;
+            self.foreign = None;
+            self.shape.learn(piece, choices, first);
         }
         is_plain
     }
 
-    /// Notes the progress of an event. Returns the error that it reports, if any.
-    fn error_in(&mut self, event: &Event<'_>, data: Option<&EventData<'_>>) -> Option<Reported> {
-        let text = event.data.trim_ascii();
-        if text == b"[DONE]" {
-            self.is_over = true;
-            return None;
-        }
-        if let Some(error) = event.error {
-            let fields = fields(error).unwrap_or_default();
-            return error_of(&fields, true);
-        }
-        let is_error_event = event.name == b"error";
-        // JSON or a page without `data:`. Other fields are ignored, as the standard says.
-        let is_text =
-            |line: &&[u8]| text.is_empty() || line.starts_with(b"{") || line.starts_with(b"<");
-        if let Some(line) = event
-            .stray
-            .filter(|line| self.api.has_choices() && is_text(line))
+    /// Notes the progress of an event. Returns what it is.
+    fn kind_of(&mut self, event: &Event<'_>, data: Option<&EventData<'_>>) -> ObjectKind {
+        if let Some(json) = event.error
+            && let Some(reported) = reported::error_of_field(json)
         {
-            let found = fields(line).unwrap_or_default();
-            let error = error_of(&found, false).or_else(|| bare_error_of(&found, false));
-            return error.or_else(|| Some(unreadable(line)));
+            return ObjectKind::Error(reported);
+        }
+        let (text, is_known) = (event.data.trim_ascii(), self.api != Api::Other);
+        let is_done = text == b"[DONE]";
+        // Text without `data:`. Other fields are ignored, as the standard says.
+        let is_text = |line: &&[u8]| {
+            text.is_empty() || is_done || line.starts_with(b"{") || line.starts_with(b"<")
+        };
+        if let Some(line) = event.stray.filter(|line| is_known && is_text(line)) {
+            return ObjectKind::Error(reported::error_of_stray(self.api, line));
         }
         let Some(data) = data else {
-            if is_error_event {
-                let text = String::from_utf8_lossy(text);
-                let text: String = text.chars().take(TEXT_CHARS_MAX).collect();
-                return Some(Reported::by_engine(text));
-            }
-            return (self.api.has_choices() && !text.is_empty()).then(|| unreadable(text));
+            return self.kind_of_text(event, text);
         };
-        let fields = &data.fields;
-        let bare = || {
-            self.api
-                .has_choices()
-                .then(|| bare_error_of(fields, !data.choices.is_empty()))
-                .flatten()
-        };
-        if let Some(reported) = error_of(fields, is_error_event).or_else(bare) {
-            return Some(reported);
+        let kind = reported::kind_of(self.api, data, event.name, false);
+        if kind == ObjectKind::Foreign && event.has_content() {
+            self.foreign = Some(reported::beginning(text));
+        }
+        if kind != ObjectKind::Answer {
+            return kind;
         }
         if let Some(fault) = data.fault.filter(|_| self.api.has_choices()) {
-            return Some(Reported::by_engine(fault));
+            return ObjectKind::Error(Reported::by_engine(fault));
         }
+        let kind = self.note_progress(event, data);
+        if kind == ObjectKind::Answer {
+            self.foreign = None;
+            self.has_answer |= !self.api.has_choices() || !data.choices.is_empty();
+        }
+        kind
+    }
+
+    /// The same for an event whose data is no JSON object.
+    fn kind_of_text(&mut self, event: &Event<'_>, text: &[u8]) -> ObjectKind {
+        if event.name == b"error" {
+            return ObjectKind::Error(Reported::by_engine(reported::beginning(text)));
+        }
+        match self.api {
+            Api::Other => {
+                self.is_over |= text == b"[DONE]";
+                ObjectKind::Answer
+            }
+            _ if text.is_empty() => ObjectKind::Foreign,
+            // Some gateways end every stream with it, whatever the API. Some clients read no further.
+            Api::Responses | Api::Messages if text == b"[DONE]" => {
+                if self.is_finished() {
+                    return ObjectKind::Foreign;
+                }
+                ObjectKind::Error(Reported::by_engine(self.missing()))
+            }
+            Api::Completions | Api::Chat if text == b"[DONE]" => {
+                let fault = match &self.foreign {
+                    _ if self.is_finished() => None,
+                    Some(event) => Some(format!(
+                        "its stream ended behind an event that is no part of an answer: `{event}`"
+                    )),
+                    None => (!self.has_answer).then(|| "its stream ended without an answer".into()),
+                };
+                self.is_over = fault.is_none();
+                fault.map_or(ObjectKind::Answer, |fault| {
+                    ObjectKind::Error(Reported::by_engine(fault))
+                })
+            }
+            // A gateway keeps a connection open in its own way.
+            Api::Responses | Api::Messages if event.name == b"ping" => ObjectKind::Foreign,
+            // A line that ends too few lines: the first one may be the error.
+            _ => {
+                let line = text.split(|&byte| byte == b'\n').next().unwrap_or(text);
+                let reported = if line.len() < text.len() {
+                    reported::error_of_stray(self.api, line)
+                } else {
+                    Reported::unreadable(text)
+                };
+                ObjectKind::Error(reported)
+            }
+        }
+    }
+
+    /// Notes the progress by an event of the answer.
+    fn note_progress(&mut self, event: &Event<'_>, data: &EventData<'_>) -> ObjectKind {
+        let fields = &data.fields;
+        let kind = || {
+            let named = || String::from_utf8_lossy(event.name).into_owned();
+            fields.get("type").and_then(string).unwrap_or_else(named)
+        };
         match self.api {
             Api::Completions | Api::Chat => {
                 for choice in &data.choices {
@@ -547,7 +528,7 @@ impl StreamEnd {
                         continue;
                     };
                     if gives_up(&reason) {
-                        return Some(gave_up(&reason));
+                        return ObjectKind::Error(gave_up(&reason));
                     }
                     // Further ones are not the request's: once all have ended, the answer is over.
                     if (self.finished.len() as u64) < self.choices.min(CHOICES_TRACKED_MAX) {
@@ -556,13 +537,12 @@ impl StreamEnd {
                 }
             }
             Api::Responses => {
-                let kind = fields.get("type").and_then(string).unwrap_or_default();
                 self.is_over |= matches!(
-                    &*kind,
+                    &*kind(),
                     "response.completed" | "response.incomplete" | "response.cancelled"
                 );
             }
-            Api::Messages => match &*fields.get("type").and_then(string).unwrap_or_default() {
+            Api::Messages => match &*kind() {
                 "message_stop" => self.is_over = true,
                 "message_delta" => {
                     let delta = fields
@@ -577,23 +557,29 @@ impl StreamEnd {
             },
             Api::Other => {}
         }
-        None
+        ObjectKind::Answer
     }
 }
 
-/// Returns the error that `piece`, the beginning of a stream of `api`, reports before anything else. Its last event may
-/// be cut off, unless the piece is the whole stream (`is_all`).
-pub(super) fn first_error(api: Api, piece: &[u8], is_all: bool) -> Option<Reported> {
+/// Checks `piece`, the beginning of a stream of `api`, before any of it is passed on. Its last event may be cut off, unless
+/// the piece is the whole stream (`is_all`).
+///
+/// # Errors
+/// The engine's failure before any part of an answer.
+pub(super) fn check_beginning(api: Api, piece: &[u8], is_all: bool) -> Result<(), Failure> {
     let whole = sse::events(piece).filter(|event| event.is_whole).last();
     let whole = whole.map_or(0, |event| event.end);
-    let piece = if is_all && is_complete(&piece[whole..]) {
-        piece
-    } else {
-        &piece[..whole]
-    };
-    let reading = StreamEnd::new(api, 1).read(piece);
-    let reported = reading.reported.filter(|of| !of.is_clients);
-    reported.filter(|_| sse::events(&piece[..reading.answer]).next().is_none())
+    let is_complete = is_all && is_complete(&piece[whole..]);
+    let mut end = StreamEnd::new(api, 1);
+    let reading = end.read(if is_complete { piece } else { &piece[..whole] });
+    if end.has_answer || end.is_refused {
+        return Ok(());
+    }
+    match reading.reported {
+        Some(reported) => Err(Failure::Reported(reported)),
+        None if is_all => Err(Failure::Incomplete("its stream ended without an answer")),
+        None => Ok(()),
+    }
 }
 
 /// Whether `rest`, which no blank line ended, has only complete events: some engines omit that line at the end.
@@ -606,65 +592,89 @@ pub(super) fn is_complete(rest: &[u8]) -> bool {
     }) && any
 }
 
-/// Checks an answer of status 200 and type `kind` that is not a stream.
+/// Checks an answer of `api` with a status of success that is not a stream.
 ///
 /// # Errors
 /// The engine's failure, in spite of the status.
-pub(super) fn check_whole(api: Api, kind: &[u8], body: &[u8]) -> Result<(), Reported> {
+pub(super) fn check_whole(api: Api, body: &[u8]) -> Result<(), Reported> {
     if api == Api::Other {
         return Ok(());
     }
-    let essence = kind.split(|&byte| byte == b';').next().unwrap_or_default();
-    let essence = essence.trim_ascii().to_ascii_lowercase();
+    let failed = |text: &str| Err(Reported::by_engine(text));
     let Some(data) = EventData::read(body) else {
-        let text = match &*essence {
-            _ if body.trim_ascii().is_empty() => "its answer is empty",
-            b"application/json" => "its answer is not a JSON object, or cut off",
-            b"text/html" => "its answer is a page (text/html)",
-            _ => return Ok(()),
+        let text = body.trim_ascii();
+        return match text.first() {
+            None => failed("its answer is empty"),
+            Some(b'<') => failed("its answer is a page"),
+            Some(b'{') => failed("its answer is not a JSON object, or cut off"),
+            Some(_) => Err(Reported::by_engine(format!(
+                "its answer is not a JSON object: `{}`",
+                reported::beginning(text)
+            ))),
         };
-        return Err(Reported::by_engine(text));
     };
+    match reported::kind_of(api, &data, b"", true) {
+        ObjectKind::Error(reported) if reported.is_clients => return Ok(()),
+        ObjectKind::Error(reported) => return Err(reported),
+        ObjectKind::Foreign => {
+            return Err(Reported::by_engine(format!(
+                "its answer has no member of an answer: `{}`",
+                reported::beginning(body)
+            )));
+        }
+        ObjectKind::Answer => {}
+    }
     let fields = &data.fields;
-    let status = fields.get("status").and_then(string);
-    let failed = api == Api::Responses && status.as_deref() == Some("failed");
-    let has_choices = !data.choices.is_empty();
-    let bare = || {
-        api.has_choices()
-            .then(|| bare_error_of(fields, has_choices))
-            .flatten()
-    };
-    let error = error_of(fields, false).or_else(bare);
-    let error = error.or_else(|| failed.then(|| Reported::by_engine("the response failed")));
-    if let Some(error) = error.filter(|error| !error.is_clients) {
-        return Err(error);
+    match api {
+        Api::Completions | Api::Chat => {
+            let mut reasons = data.choices.iter().filter_map(Choice::reason);
+            if let Some(reason) = reasons.find(|reason| gives_up(reason)) {
+                return Err(gave_up(&reason));
+            }
+            if data.choices.is_empty() {
+                return failed("its answer has no choices");
+            }
+            let is_unfinished =
+                |of: &Choice<'_>| of.fields.contains_key("finish_reason") && of.reason().is_none();
+            if data.choices.iter().all(is_unfinished) {
+                return failed("its answer has no finish reason");
+            }
+        }
+        Api::Responses => {
+            if fields.get("status").and_then(string).as_deref() == Some("failed") {
+                return failed("the response failed");
+            }
+        }
+        Api::Messages => {
+            if fields.get("stop_reason").is_some_and(|why| is_nothing(why)) {
+                return failed("its answer has no stop reason");
+            }
+        }
+        Api::Other => {}
     }
-    let mut reasons = data.choices.iter().filter_map(Choice::reason);
-    match reasons.find(|reason| gives_up(reason)) {
-        Some(reason) if api.has_choices() => Err(gave_up(&reason)),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::event::fields;
     use super::*;
 
     #[test]
     fn half_an_event_at_the_beginning_is_no_error() {
         let text =
-            ": c\rid: 2\rdata: {\"choices\":[]}\r\rdata: {\"error\":{\"message\":\"dead\"}}\r\r";
+            ": c\rid: 2\rdata: {\"choices\":[{}]}\r\rdata: {\"error\":{\"message\":\"dead\"}}\r\r";
         let error = text.find("\rdata: {\"error").unwrap();
         for at in 0..=text.len() {
-            let found = first_error(Api::Completions, &text.as_bytes()[..at], false);
-            assert!(found.is_none(), "{at}: {found:?}");
+            let found = check_beginning(Api::Completions, &text.as_bytes()[..at], false);
+            assert!(found.is_ok(), "{at}: {found:?}");
             // Nor one without an event before it, before it has ended.
-            let found = first_error(Api::Chat, &text.as_bytes()[error.min(at)..at], false);
-            assert_eq!(found.is_some(), at == text.len(), "{at}: {found:?}");
+            let found = check_beginning(Api::Chat, &text.as_bytes()[error.min(at)..at], false);
+            assert_eq!(found.is_err(), at == text.len(), "{at}: {found:?}");
         }
         let error = &text.trim_end().as_bytes()[error..];
-        assert!(first_error(Api::Chat, error, false).is_none());
-        assert!(first_error(Api::Chat, error, true).is_some());
+        assert!(check_beginning(Api::Chat, error, false).is_ok());
+        assert!(check_beginning(Api::Chat, error, true).is_err());
     }
 
     #[test]

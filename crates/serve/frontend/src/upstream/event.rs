@@ -55,6 +55,9 @@ fn is_read(name: &str) -> bool {
             | "finish_reason"
             | "code"
             | "message"
+            | "title"
+            | "content"
+            | "output"
     )
 }
 
@@ -218,6 +221,7 @@ impl<'de> PartReader<'de> for Delta<'de> {
 /// The first [`CHOICES_MAX`] choices.
 #[derive(Default)]
 struct Choices<'a> {
+    is_list: bool,
     first: Vec<Choice<'a>>,
     has_more: bool,
 }
@@ -237,6 +241,7 @@ impl<'de> PartReader<'de> for Choices<'de> {
         mut all: A,
         ids: &mut Ids<'de>,
     ) -> Result<(), A::Error> {
+        self.is_list = true;
         while self.first.len() < CHOICES_MAX {
             let mut choice = Choice::default();
             let into = &mut choice;
@@ -264,6 +269,8 @@ pub(super) struct EventData<'a> {
     /// Members, but for the choices.
     pub(super) fields: Fields<'a>,
     pub(super) choices: Vec<Choice<'a>>,
+    /// Whether it has a list of choices, perhaps an empty one.
+    pub(super) has_choices: bool,
     /// Why it is no event of an answer, if so.
     pub(super) fault: Option<&'static str>,
     ids: Ids<'a>,
@@ -298,6 +305,7 @@ impl<'de> Deserialize<'de> for EventData<'de> {
                 };
                 Ok(EventData {
                     fields: members.fields,
+                    has_choices: choices.is_list,
                     choices: choices.first,
                     fault,
                     ids,

@@ -152,7 +152,7 @@ impl Exchange {
     /// (`None`: its own) at one of the workers `only` (`None`: its own).
     pub(super) fn continuation(
         &self,
-        body: Vec<u8>,
+        body: Bytes,
         path: Option<&str>,
         only: Option<Arc<[WorkerId]>>,
     ) -> Exchange {
@@ -167,7 +167,7 @@ impl Exchange {
             target: path.map_or_else(|| self.target.clone(), str::to_owned),
             headers: self.headers.clone(),
             authorization: self.authorization.clone(),
-            body: body.into(),
+            body,
             stream: self.stream,
             api: path.map_or(self.api, |path| Api::of(&self.method, path)),
             choices: self.choices,

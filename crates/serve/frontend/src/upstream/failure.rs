@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::ends::Reported;
+use super::reported::Reported;
 use crate::wire::WireError;
 
 /// Why an engine did not answer a request, or only in part.

@@ -420,7 +420,9 @@ async fn route_request(
 fn engine_headers(received: &mut Received, stores: bool, apart: bool, id: &str) -> Bytes {
     let parts = &mut received.parts;
     if Api::of(&parts.method, parts.uri.path()) != Api::Other {
-        parts.headers.remove(ACCEPT_ENCODING); // a compressed answer cannot be judged or continued
+        // A compressed answer cannot be judged or continued. Without the header any coding would be allowed (RFC 9110).
+        let identity = HeaderValue::from_static("identity");
+        parts.headers.insert(ACCEPT_ENCODING, identity);
     }
     let mut headers = wire::write_headers(&parts.headers);
     if stores {

@@ -13,7 +13,7 @@
 //! * `dispatching`: drives the dispatcher. `seat`: a request there. `relay`: the rest of the answer. `stream`: its events. `resume`: how a stream continues on another engine, after what its
 //!   client has (`sent`); `resumption`: who continues it; `rewrite`: the events of that. `token_ids`: hides the tokens that this takes.
 //! * `disagg`: the two requests of a prompt that another engine computes. `pair`: both at once.
-//! * `api`: APIs by path. `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `closing`: the last events
+//! * `api`: APIs by path. `sse`: server-sent events as browsers read them. `event`: the data of one, read once for all who need it. `ends`: whether an answer is complete, by its own words; `reported`: errors within it; `closing`: the last events
 //!   of one whose engine was lost just before them.
 //! * `peek`: what routing reads of a body. `tokens`: its prompt, tokenized. `connection`: HTTP/1.1 towards an engine.
 //! * `stored`: finds the engine that stores the answer that a request names; `stored_answers`: the known ones.
@@ -56,6 +56,7 @@ mod paths;
 mod peek;
 mod record;
 mod relay;
+mod reported;
 mod resume;
 mod resumption;
 mod retired;

@@ -24,13 +24,14 @@ use super::api::Api;
 use super::closing::closing;
 use super::connection::Connection;
 use super::converse::may_keep;
-use super::ends::{Reported, StreamEnd};
+use super::ends::StreamEnd;
 use super::engines::{Engine, Engines};
 use super::exchange::Exchange;
 use super::failure::Failure;
 use super::obtain::StartedAnswer;
 use super::record::Recording;
-use super::resumption::{Continued, Remains, Resumed, resume};
+use super::reported::Reported;
+use super::resumption::{Continued, Remains, Resumed, restart, resume};
 use super::seat::Seat;
 use super::stored_answers;
 use super::stream::{BodyEnd, EventStream, LongEvent, SentPart};
@@ -472,8 +473,12 @@ impl Relay {
     /// # Errors
     /// Why the stream does not continue elsewhere.
     fn on_reported(&mut self, reported: Reported) -> Result<(), String> {
+        let is_relayed = self
+            .events
+            .as_ref()
+            .is_some_and(|of| of.end().relays(&reported));
         let failure = Failure::Reported(reported);
-        if self.exchange.api.has_choices() {
+        if !is_relayed {
             return self.lose(&failure);
         }
         // Its client gets the error as it is written, and what follows.
@@ -558,18 +563,18 @@ impl Relay {
 
     /// Another engine than `lost` is to continue the answer.
     fn begin_resume(&mut self, lost: WorkerId) -> Result<(), String> {
-        let kind = self.exchange.stream;
-        let (Some(events), Some(kind)) = (&mut self.events, kind) else {
-            return Err("only streams of completions and chats continue on another engine".into());
-        };
-        let sent = events.take_for_continuation()?;
-        let prompt = events.prompt().map(<[u32]>::to_vec);
         if self.resumes >= RESUMES_MAX {
             return Err(format!("it continued {RESUMES_MAX} times already"));
         }
         if self.upstream.stopping.get() {
             return Err("the server is stopping".into());
         }
+        let kind = self.exchange.stream;
+        let (Some(events), Some(kind)) = (&mut self.events, kind) else {
+            return self.begin_restart(lost);
+        };
+        let sent = events.take_for_continuation()?;
+        let prompt = events.prompt().map(<[u32]>::to_vec);
         // Not from the budget of retries: all streams of a lost engine continue, each a few times at most.
         self.resumes += 1;
         self.shard.metrics.retries.add(1);
@@ -586,25 +591,43 @@ impl Relay {
         Ok(())
     }
 
-    /// Another engine continues the answer.
-    fn on_resumed(&mut self, continued: Continued) {
-        let Continued {
-            begun,
-            rewriter,
-            kept,
-            sent,
-            charge,
-        } = continued;
+    /// Another engine than `lost` is to give the answer, of which the client has nothing yet.
+    fn begin_restart(&mut self, lost: WorkerId) -> Result<(), String> {
+        let may_restart = self.events.as_ref().is_some_and(EventStream::may_restart);
+        if !may_restart || !self.exchange.repeats {
+            return Err("only streams of completions and chats continue on another engine".into());
+        }
+        if !self.upstream.spend() {
+            return Err("the budget of retries is used up".into());
+        }
+        self.resumes += 1;
+        self.shard.metrics.retries.add(1);
+        let (shard, upstream) = (self.shard.clone(), self.upstream.clone());
+        let exchange = self.exchange.clone();
+        let restarting = async move { restart(&shard, &upstream, &exchange, lost).await };
+        self.resuming = Some(Box::pin(restarting));
+        Ok(())
+    }
+
+    /// Another engine gives the answer from its beginning.
+    fn on_restarted(&mut self, started: StartedAnswer) {
+        if let Some(loss) = self.loss.take() {
+            loss.engine.counters.retried.fetch_add(1, Relaxed);
+        }
+        self.exchange.owner.account().note_retry();
+        if let Some(events) = &mut self.events {
+            events.restart();
+        }
+        self.flow_from(started, None);
+    }
+
+    /// The answer comes from another engine. `charge`: the memory of its first bytes, if they may be many.
+    fn flow_from(&mut self, started: StartedAnswer, charge: Option<Charge>) {
         let StartedAnswer {
             seat,
             visit,
             answer,
-        } = begun;
-        if let Some(loss) = self.loss.take() {
-            let counters = &loss.engine.counters;
-            counters.resumed.fetch_add(1, Relaxed);
-        }
-        self.exchange.owner.account().note_resume();
+        } = started;
         self.exchange.update_recording(Recording::on_moved);
         self.flow = Some(Flow {
             seat,
@@ -616,6 +639,23 @@ impl Relay {
         self.first = Some((answer.first, charge));
         self.read_ns = monotonic_ns();
         self.last_ns = self.read_ns;
+    }
+
+    /// Another engine continues the answer.
+    fn on_resumed(&mut self, continued: Continued) {
+        let Continued {
+            begun,
+            rewriter,
+            kept,
+            sent,
+            charge,
+        } = continued;
+        if let Some(loss) = self.loss.take() {
+            let counters = &loss.engine.counters;
+            counters.resumed.fetch_add(1, Relaxed);
+        }
+        self.exchange.owner.account().note_resume();
+        self.flow_from(begun, charge);
         if let Some(events) = &mut self.events {
             events.continue_with(rewriter, kept, sent);
         }
@@ -897,6 +937,11 @@ impl Relay {
             Ok(Resumed::Elsewhere(continued)) => {
                 self.resuming = None;
                 self.on_resumed(*continued);
+                ControlFlow::Continue(())
+            }
+            Ok(Resumed::Anew(started)) => {
+                self.resuming = None;
+                self.on_restarted(*started);
                 ControlFlow::Continue(())
             }
             Ok(Resumed::Closed(last)) => {

@@ -37,6 +37,8 @@ const SEAM_BYTES_MAX: usize = 8 << 20;
 pub(super) enum Resumed {
     /// Another engine continues the stream.
     Elsewhere(Box<Continued>),
+    /// Another engine gives all of it.
+    Anew(Box<StartedAnswer>),
     /// Only these last events were missing.
     Closed(Bytes),
 }
@@ -116,6 +118,28 @@ pub(super) async fn resume(
     Err(why)
 }
 
+/// Requests the answer of `exchange` once more, of which its client has nothing, from another engine than `lost`.
+///
+/// # Errors
+/// The reason why no engine gives it.
+pub(super) async fn restart(
+    shard: &Rc<Shard>,
+    upstream: &Rc<Upstream>,
+    exchange: &Exchange,
+    lost: WorkerId,
+) -> Result<Resumed, String> {
+    let mut next = exchange.continuation(exchange.body.clone(), None, None);
+    next.avoid(&upstream.engines, lost);
+    let begun = obtain(shard, upstream, &next).await;
+    let begun = begun.map_err(|error| error.message)?;
+    let head = &begun.answer.head;
+    if head.status != StatusCode::OK || !head.is_event_stream() {
+        let url = &begun.visit.engine().spec.url;
+        return Err(format!("{url} answered {} to its repetition", head.status));
+    }
+    Ok(Resumed::Anew(Box::new(begun)))
+}
+
 /// Plans how the stream continues, and returns the memory that this takes. Waits its turn.
 ///
 /// # Errors
@@ -176,7 +200,7 @@ async fn attempt(
     let only = plan
         .is_for_vllm
         .then(|| upstream.engines.of_vllm(exchange.request.only.as_deref()));
-    let mut next = exchange.continuation(plan.body, plan.path, only);
+    let mut next = exchange.continuation(plan.body.into(), plan.path, only);
     next.avoid(&upstream.engines, lost);
     let begun = obtain(shard, upstream, &next).await;
     let mut begun = begun.map_err(|error| error.message)?;
@@ -234,9 +258,6 @@ async fn judge(
         let whole = scanner.feed(&read[scanned..]);
         if whole > 0 {
             for event in sse::events(&read[judged..scanned + whole]) {
-                if event.has_content() {
-                    progress = Instant::now();
-                }
                 let text = event.text();
                 let data = EventData::read(&text);
                 let verdict = seam.judge(&event, data.as_ref());
@@ -244,8 +265,10 @@ async fn judge(
                     answer.first = Bytes::from(read);
                     return Ok(None);
                 }
-                if let Judgment::Failed(reported) = end.judge(&event, data.as_ref()) {
-                    return Err(Failure::Reported(reported));
+                match end.judge(&event, data.as_ref()) {
+                    Judgment::Failed(reported) => return Err(Failure::Reported(reported)),
+                    Judgment::Continues if event.has_content() => progress = Instant::now(),
+                    Judgment::Continues | Judgment::Foreign | Judgment::IsOver => {}
                 }
                 if let Verdict::Differs(why) = verdict {
                     return Ok(Some(why));

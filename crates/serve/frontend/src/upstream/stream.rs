@@ -5,8 +5,9 @@ use bytes::{Bytes, BytesMut};
 use slipstream_base::width::to_usize;
 
 use super::api::{Api, StreamKind};
-use super::ends::{self, Judgment, Reported, StreamEnd};
+use super::ends::{self, Judgment, StreamEnd};
 use super::event::{EditBuffer, EventData, NULL, places_in};
+use super::reported::Reported;
 use super::rewrite::Rewriter;
 use super::sent::Kept;
 use super::sse::{self, Scanner};
@@ -152,6 +153,21 @@ impl EventStream {
         }
     }
 
+    /// Whether the client has nothing of an answer, but perhaps comments: another engine may give it all.
+    pub(super) fn may_restart(&self) -> bool {
+        self.end.api() != Api::Other && !self.end.has_answer() && self.partial.is_none()
+    }
+
+    /// Another engine gives the answer from its beginning.
+    pub(super) fn restart(&mut self) {
+        self.held.clear();
+        self.scanner = Scanner::default();
+        self.end = self.end.anew();
+        if let Some(ids) = &mut self.ids {
+            ids.begin_anew();
+        }
+    }
+
     /// The part of `data` for the client now. Empty: nothing yet.
     pub(super) fn pass(&mut self, data: Bytes, sent_max: usize) -> Bytes {
         let whole = if self.held.is_empty() && self.scanner.takes_whole(&data) {
@@ -192,6 +208,7 @@ impl EventStream {
             self.long = Some(LongEvent::Relay);
         }
         self.forget("an event was too long");
+        self.end.begin();
         self.partial = Some(self.scanner);
         held
     }
@@ -286,20 +303,22 @@ impl EventStream {
             let text = event.text();
             let data = EventData::read(&text);
             match self.end.judge(&event, data.as_ref()) {
-                Judgment::Continues => {}
+                Judgment::Continues => self.has_progress |= event.has_content(),
+                Judgment::Foreign => {}
                 Judgment::IsOver => {
                     end = event.start;
                     break;
                 }
                 Judgment::Failed(reported) => {
+                    let is_relayed = self.end.relays(&reported);
+                    self.has_progress |= is_relayed;
                     self.reported.get_or_insert(reported);
-                    if self.end.api().has_choices() {
+                    if !is_relayed {
                         end = event.start;
                         break;
                     }
                 }
             }
-            self.has_progress |= event.has_content();
             let Some(data) = data else {
                 continue;
             };
@@ -676,6 +695,13 @@ mod tests {
             } else {
                 events.len()
             });
+            // `[DONE]` of an empty answer.
+            let is_empty = matches!(script.ending, Ending::DoneAlone) && script.texts.is_empty();
+            if is_empty {
+                prop_assert_eq!(data(&passed), Vec::<Vec<u8>>::new());
+                prop_assert!(relay.reported.is_some() || whole == 0);
+                return Ok(());
+            }
             let expected = data(events[..whole.min(answer)].concat().as_bytes());
             let expected = match script.ending {
                 Ending::DoneUnended if whole == events.len() => {
@@ -716,16 +742,21 @@ mod tests {
                 end: StreamEnd::new(api, 1),
                 ..EventStream::default()
             };
+            let part = match api {
+                Api::Responses => "data: {\"type\":\"response.created\",\"x\":[{\"y\":0",
+                Api::Messages => "data: {\"type\":\"message_start\",\"x\":[{\"y\":0",
+                _ => "data: {\"choices\":[{\"index\":0",
+            };
             for (piece, is_progress) in [
                 (": ka\n\n", false),
                 (": k", false),
                 ("a\n", false),
                 ("\n", false),
-                ("data: {\"choices\":[{\"index\":0", true),
+                (part, true),
                 ("}]}\n\n", true),
                 ("event: ping\ndata: {\"type\": \"ping\"}\n\n", false),
                 ("data:\n\n", false),
-                ("data: {\"type\":\"x\",\"choices\":[]}\n\n", true),
+                ("data: {\"type\":\"x\"}\n\n", api == Api::Other),
                 (": ka\n\n: ka\n\n", false),
             ] {
                 events.pass(Bytes::from_static(piece.as_bytes()), 1 << 20);

@@ -875,3 +875,168 @@ fn drawn_endings_reach_the_client_as_one_answer() {
         }
     }
 }
+
+/// Every API: its path, a body for a stream, and the events of a complete answer.
+fn apis() -> [(&'static str, &'static str, String); 4] {
+    let event =
+        |kind: &str, more: &str| format!("event: {kind}\ndata: {{\"type\":\"{kind}\"{more}}}\n\n");
+    [
+        (
+            "/v1/completions",
+            STREAM,
+            text_event("b", "good") + &last_event("b", "", "stop") + DONE,
+        ),
+        (
+            "/v1/chat/completions",
+            r#"{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}"#,
+            (text_event("b", "good") + &last_event("b", "", "stop"))
+                .replace("\"text\":\"good\"", "\"delta\":{\"content\":\"good\"}")
+                .replace("\"text\":\"\"", "\"delta\":{}")
+                + DONE,
+        ),
+        (
+            "/v1/responses",
+            r#"{"model":"m","input":"x","stream":true,"store":false}"#,
+            event("response.output_text.delta", ",\"delta\":\"good\"")
+                + &event("response.completed", ""),
+        ),
+        (
+            "/v1/messages",
+            r#"{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":1,"stream":true}"#,
+            event("content_block_delta", ",\"delta\":{\"text\":\"good\"}")
+                + &event("message_delta", ",\"delta\":{\"stop_reason\":\"end_turn\"}")
+                + &event("message_stop", ""),
+        ),
+    ]
+}
+
+/// Of each API, whatever keeps its connection open before: an engine's failure before the first token is another engine's
+/// request. The shapes are drawn in `upstream/tests/errors.rs`.
+#[test]
+fn failures_of_any_shape_before_the_first_token_are_retried() {
+    const PING: &str = "event: ping\ndata: {\"type\":\"ping\"}\n\n";
+    const PROBLEM: &str =
+        "data: {\"type\":\"about:blank\",\"title\":\"Bad Gateway\",\"status\":502}\n\n";
+    const OVERLOADED: &str = "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\"message\":\"x\"}}\n\n";
+    let failures: [&[&str]; 12] = [
+        &[PING, OVERLOADED],
+        &[": waiting\n\n", PING, PROBLEM],
+        &[PING, "data: {\"conversation_id\":1}\n\n"],
+        &[PING],
+        &[": waiting\n\n"],
+        &[DONE],
+        &["data: {\"Error\":\"x\"}\n\n", DONE],
+        &["data: {\"error_code\":500,\"error_msg\":\"x\"}\n\n", DONE],
+        &["data: {\"internalServerException\":{\"message\":\"x\"}}\n\n"],
+        &["{\"error\":\"x\"}\n", DONE],
+        &["data: {\"error\":{\"message\":\"x\"}}\n", DONE],
+        &["data: {\"type\":\"x\"}\n\n", DONE],
+    ];
+    for (path, body, good) in apis() {
+        let turn = Arc::new(Mutex::new(0));
+        let at_bad = turn.clone();
+        let (server, bad, two, log) = pair(
+            move |_, to| stream(to, failures[*at_bad.lock().unwrap()]),
+            {
+                let good = good.clone();
+                move |_, to| stream(to, &[&good])
+            },
+            &[
+                "--set=upstream.failures_max=1000",
+                "--set=upstream.retry_budget=1",
+            ],
+        );
+        for (number, failure) in failures.iter().enumerate() {
+            *turn.lock().unwrap() = number;
+            let got = post(&server, path, body).text();
+            assert!(got.ends_with(&good), "{path} {failure:?}: {got}");
+            let before = got.strip_suffix(&good).unwrap();
+            let waits: String = failure
+                .iter()
+                .copied()
+                .filter(|of| !is_failure(of))
+                .collect();
+            assert!(waits.starts_with(before), "{path} {failure:?}: {got}");
+            let failed = server.metric("slipstream_engine_failures_total");
+            assert_eq!(failed, (number + 1) as f64, "{path} {failure:?}");
+        }
+        assert_eq!(
+            (bad.seen().len(), two.seen().len()),
+            (failures.len(), failures.len())
+        );
+        for line in log.lines(failures.len()) {
+            assert_eq!(line["end"], "complete", "{path}: {line}");
+            let moved = line["retries"].as_u64().unwrap() + line["resumes"].as_u64().unwrap();
+            assert_eq!(moved, 1, "{path}: {line}");
+        }
+    }
+}
+
+/// Whether an event is none that may pass: a comment, a ping, or what no API has.
+fn is_failure(event: &str) -> bool {
+    event.contains("rror") || event.contains("title") || event.contains("xception") || event == DONE
+}
+
+#[test]
+fn whole_answers_that_are_none_are_retried() {
+    let json = |body: &str| {
+        format!(
+            "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+    };
+    let bad = [
+        "HTTP/1.1 204 No Content\r\n\r\n".to_owned(),
+        "HTTP/1.1 205 Reset Content\r\ncontent-length: 0\r\n\r\n".to_owned(),
+        "HTTP/1.1 202 Accepted\r\ncontent-length: 2\r\n\r\n{}".to_owned(),
+        json("{\"choices\":[]}"),
+        json("{\"choices\":null}"),
+        json("{\"choices\":[{\"text\":\"a\",\"finish_reason\":null}]}"),
+        json("{\"choices\":[{\"text\":\"\",\"finish_reason\":null,\"error\":{\"code\":502,\"message\":\"x\"}}]}"),
+        json("{\"type\":\"about:blank\",\"title\":\"Bad Gateway\",\"status\":502}"),
+        json("Internal Server Error"),
+        "HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\n\x1f\x08\0".to_owned(),
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: br\r\ncontent-length: 3\r\n\r\nxyz"
+            .to_owned(),
+    ];
+    for bad in bad {
+        let shown = bad.clone();
+        let (server, one, _two, log) = pair(
+            move |_, to| say(to, bad.as_bytes()),
+            |seen, to| {
+                assert_eq!(seen.header("accept-encoding"), Some("identity"));
+                answer(to, "200 OK", "", WHOLE);
+            },
+            &[],
+        );
+        let headers = [FIRST[0], "accept-encoding: gzip, br"];
+        let body = br#"{"model":"m","prompt":"x"}"#;
+        let got = server
+            .connect()
+            .send("POST", "/v1/completions", &headers, body);
+        assert_eq!((got.status, got.text().as_bytes()), (200, WHOLE), "{shown}");
+        assert_eq!(one.seen().len(), 1, "{shown}");
+        assert_eq!(
+            server.metric("slipstream_engine_failures_total"),
+            1.0,
+            "{shown}"
+        );
+        assert_eq!(log.lines(1)[0]["retries"], 1, "{shown}");
+    }
+    // What the router does not read may be compressed, and what is named as not compressed is read.
+    let engine = Engine::start(|seen, to| {
+        if seen.line.contains("/v1/score") {
+            assert_eq!(seen.header("accept-encoding"), Some("gzip"));
+            return answer(to, "200 OK", "content-encoding: gzip\r\n", b"\x1f\x08\0");
+        }
+        answer(to, "200 OK", "content-encoding: identity\r\n", WHOLE);
+    });
+    let server = front(&[&engine], &[]);
+    for path in ["/v1/score", "/v1/completions"] {
+        let headers = ["accept-encoding: gzip"];
+        let got = server
+            .connect()
+            .send("POST", path, &headers, b"{\"model\":\"m\"}");
+        assert_eq!(got.status, 200, "{path}: {}", got.text());
+    }
+}

@@ -299,8 +299,8 @@ fn describes_error(fields: &Fields<'_>) -> bool {
                     return false;
                 }
                 status_of => {
-                    says |=
-                        status(&status_of).is_some() || status_of.as_str().is_some_and(is_bad_word)
+                    let is_bad = status_of.as_str().is_some_and(is_bad_word);
+                    says |= is_bad || status(&status_of).is_some();
                 }
             }
         } else {

@@ -1,4 +1,5 @@
 //! Properties of streams across modules.
 
 mod chunks;
+mod errors;
 mod resume;

@@ -2,13 +2,16 @@
 //!
 //! ```text
 //!   FOLDER/lock               held by the process that uses the folder
-//!   FOLDER/blocks/KEY.kv      header (64 bytes): magic, lengths, expiry, checksums │ key │ block
+//!   FOLDER/blocks/NAME.kv     header (64 bytes): magic, lengths, expiry, checksums │ key │ block
 //!   FOLDER/old-N/             cleared blocks, whose files are removed later
 //! ```
 //!
+//! A file's name has the key, and what a tier must know of its block ([`name`]): a tier that opens a folder lists it,
+//! and opens no file. A name proves nothing: a block is read only if its file's header and checksums say the same.
+//!
 //! A file is written under a temporary name and then renamed, so under its final name it is complete.
 //! Only a power failure can leave torn files, among the last [`DiskOptions::dirty_bytes`] written.
-//! Their checksums detect them.
+//! Their checksums detect them when they are read.
 //!
 //! Paths are relative to an open folder. So a write that is in progress during a clear ends in the
 //! folder of cleared blocks.
@@ -20,7 +23,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use slipstream_base::SimTime;
@@ -28,14 +31,15 @@ use slipstream_base::sync::{lock, unpoisoned};
 use slipstream_base::width::{nanos, to_u16, to_usize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use self::name::{NAMED_KEY_BYTES_MAX, Stored, name_of, old_name_of, parse_name};
 use super::{Medium, Settings, Tier, TierChange, TierError, TierStats};
 use crate::ledger::{Cleared, Ledger, Removal};
 use crate::{checksum, clock};
 
+mod name;
+
 const MAGIC: [u8; 8] = *b"SLIPKVB1";
 const HEADER_BYTES: usize = 64;
-/// Longer keys are named by their hash: a file name has at most 255 bytes.
-const NAMED_KEY_BYTES_MAX: usize = 100;
 /// The folder of blocks, and the prefix of folders of dropped blocks.
 const BLOCKS: &str = "blocks";
 const OLD: &str = "old-";
@@ -114,14 +118,16 @@ pub struct DiskTier {
 }
 
 struct State {
-    ledger: Ledger<Len>,
+    ledger: Ledger<Stored>,
     temporary: u64,
     blocks: Arc<OwnedFd>,
     epoch: u64,
     /// Bytes of files that are being written.
     reserved: u64,
     others: Others,
-    cleared: Vec<Cleared<Len>>,
+    cleared: Vec<Cleared<Stored>>,
+    /// When the last file was written: no two files of a key have one name.
+    written_unix_ns: u64,
 }
 
 impl State {
@@ -136,9 +142,6 @@ struct Dirty {
     bytes: u64,
     is_syncing: bool,
 }
-
-/// Bytes of the block.
-type Len = u64;
 
 impl DiskTier {
     /// Opens a folder and finds the blocks of an earlier process. Truncated files are removed and
@@ -175,45 +178,48 @@ impl DiskTier {
         let mut found = Vec::new();
         let entries = fs::read_dir(&folder).map_err(|error| disk("reading", &folder, error))?;
         for entry in entries {
-            let path = entry
-                .map_err(|error| disk("reading", &folder, error))?
-                .path();
-            match path.extension().and_then(|extension| extension.to_str()) {
-                // Left by a process that died while it wrote.
-                Some("part") => remove_file(&path),
-                Some("kv") => match read_head(&path) {
-                    Ok(head) if name_of(&head.key) == path.file_name().unwrap_or_default() => {
-                        found.push((modified(&path), head));
-                    }
-                    _ => {
-                        tracing::warn!("removing truncated block file {}", path.display());
-                        ledger.stats.corrupt_total += 1;
-                        remove_file(&path);
-                    }
-                },
-                _ => {} // not a file of this tier
+            let entry = entry.map_err(|error| disk("reading", &folder, error))?;
+            match find(&blocks, &entry) {
+                Ok(Some(file)) => found.push(file),
+                Ok(None) => {}
+                Err(why) => {
+                    let path = entry.path();
+                    tracing::warn!("removing block file {}: {why}", path.display());
+                    ledger.stats.corrupt_total += 1;
+                    remove_file(&path);
+                }
             }
         }
         // Times of use are unknown, so the order of writing stands in for them.
-        found.sort_by_key(|(modified, _)| *modified);
-        for (written, head) in found {
+        found.sort_unstable_by_key(|(_, stored)| stored.written_unix_ns);
+        let written_unix_ns = found.last().map_or(0, |(_, last)| last.written_unix_ns);
+        let mut all_bytes = 0_u64;
+        for (key, stored) in found {
+            let bytes = file_bytes(key.len(), stored.len);
+            // A name may state any length.
+            let sum = all_bytes.checked_add(bytes);
+            let Some(sum) = sum.filter(|_| bytes <= options.bytes) else {
+                ledger.stats.evicted_total += 1;
+                remove_file(&folder.join(name_of(&key, stored)));
+                continue;
+            };
+            all_bytes = sum;
             // A file written with another time to live, or by another clock, expires no later than
             // the current one.
-            let mut left = head.until_unix_ns.saturating_sub(unix_ns);
+            let mut left = stored.until_unix_ns.saturating_sub(unix_ns);
             if let Some(ttl) = options.ttl_ns {
-                let age = unix_ns.saturating_sub(since_1970_ns(written));
+                let age = unix_ns.saturating_sub(stored.written_unix_ns);
                 left = left.min(ttl.saturating_sub(age));
             }
-            let until = match (head.until_unix_ns, options.ttl_ns) {
+            let until = match (stored.until_unix_ns, options.ttl_ns) {
                 (u64::MAX, None) => SimTime::MAX,
                 _ => now + left,
             };
-            ledger.insert(
-                &head.key,
-                head.len,
-                file_bytes(head.key.len(), head.len),
-                until,
-            );
+            // Its process died between writing a block again and removing the file before.
+            if let Some(before) = ledger.remove(&key, Removal::Removed) {
+                remove_file(&folder.join(name_of(&key, before)));
+            }
+            ledger.insert(&key, stored, bytes, until);
         }
         ledger.stats.stored_total = 0; // stored by an earlier process
         let others = Others::find(&options.others);
@@ -227,6 +233,7 @@ impl DiskTier {
                 reserved: 0,
                 others,
                 cleared: Vec::new(),
+                written_unix_ns,
             }),
             dirty: Mutex::default(),
             synced: Condvar::new(),
@@ -255,8 +262,8 @@ impl DiskTier {
         lock(&self.state)
     }
 
-    fn path_of(&self, key: &[u8]) -> PathBuf {
-        self.options.path.join(BLOCKS).join(name_of(key))
+    fn path_of(&self, key: &[u8], stored: Stored) -> PathBuf {
+        self.options.path.join(BLOCKS).join(name_of(key, stored))
     }
 
     /// Evicts one block, of other folders first. `false` if there is none.
@@ -273,10 +280,12 @@ impl DiskTier {
         let Some(key) = state.ledger.oldest(|_| true) else {
             return false;
         };
-        state.ledger.remove(&key, Removal::Evicted);
+        let stored = state.ledger.remove(&key, Removal::Evicted);
         let blocks = Arc::clone(&state.blocks);
         drop(state);
-        self.unlink(&blocks, &key);
+        if let Some(stored) = stored {
+            self.unlink(&blocks, &key, stored);
+        }
         true
     }
 
@@ -297,12 +306,12 @@ impl DiskTier {
         }
     }
 
-    fn unlink(&self, blocks: &OwnedFd, key: &[u8]) {
-        match rustix::fs::unlinkat(blocks, name_of(key), AtFlags::empty()) {
+    fn unlink(&self, blocks: &OwnedFd, key: &[u8], stored: Stored) {
+        match rustix::fs::unlinkat(blocks, name_of(key, stored), AtFlags::empty()) {
             Ok(()) | Err(rustix::io::Errno::NOENT) => {}
             Err(error) => tracing::warn!(
                 "{} cannot be removed: {}",
-                self.path_of(key).display(),
+                self.path_of(key, stored).display(),
                 io::Error::from(error)
             ),
         }
@@ -310,13 +319,21 @@ impl DiskTier {
 
     fn forget(&self, key: &[u8], why: Removal) -> bool {
         let mut state = self.state();
-        let was_held = state.ledger.remove(key, why).is_some();
+        let held = state.ledger.remove(key, why);
         let blocks = Arc::clone(&state.blocks);
         drop(state);
-        if was_held {
-            self.unlink(&blocks, key);
+        if let Some(stored) = held {
+            self.unlink(&blocks, key, stored);
         }
-        was_held
+        held.is_some()
+    }
+
+    /// Drops a block whose file could not be read, unless it was stored again since.
+    fn forget_unreadable(&self, key: &[u8], stored: Stored, why: Removal) {
+        let is_same = self.state().ledger.peek(SimTime::ZERO, key) == Some(stored);
+        if is_same {
+            self.forget(key, why);
+        }
     }
 
     /// Writes a block's file into `blocks`.
@@ -326,16 +343,13 @@ impl DiskTier {
         part: &str,
         key: &[u8],
         bytes: &[u8],
+        stored: Stored,
     ) -> Result<(), TierError> {
-        let until_unix_ns = self
-            .options
-            .ttl_ns
-            .map_or(u64::MAX, |ttl| crate::clock::unix_ns().saturating_add(ttl));
         let head = Head {
             key: key.into(),
-            len: bytes.len() as u64,
+            len: stored.len,
             checksum: checksum(bytes),
-            until_unix_ns,
+            until_unix_ns: stored.until_unix_ns,
         };
         let head = head.bytes();
         let mut retries = 0;
@@ -357,10 +371,11 @@ impl DiskTier {
                 source: error,
             });
         }
-        rustix::fs::renameat(blocks, part, blocks, name_of(key)).map_err(|error| {
+        let name = name_of(key, stored);
+        rustix::fs::renameat(blocks, part, blocks, name).map_err(|error| {
             let _ = rustix::fs::unlinkat(blocks, part, AtFlags::empty());
             TierError::Disk {
-                path: self.path_of(key),
+                path: self.path_of(key, stored),
                 what: "renaming",
                 source: error.into(),
             }
@@ -421,18 +436,30 @@ impl Tier for DiskTier {
                 max: usize::try_from(self.options.bytes).unwrap_or(usize::MAX),
             });
         }
-        let (number, blocks) = {
+        let unix_ns = crate::clock::unix_ns();
+        let until_unix_ns = self
+            .options
+            .ttl_ns
+            .map_or(u64::MAX, |ttl| unix_ns.saturating_add(ttl));
+        let (number, blocks, stored) = {
             let mut state = self.state();
             if state.epoch != epoch || state.ledger.touch(now, key).is_some() {
                 return Ok(false);
             }
             state.temporary += 1;
-            (state.temporary, Arc::clone(&state.blocks))
+            state.written_unix_ns = unix_ns.max(state.written_unix_ns.saturating_add(1));
+            let stored = Stored {
+                len: bytes.len() as u64,
+                until_unix_ns,
+                written_unix_ns: state.written_unix_ns,
+            };
+            (state.temporary, Arc::clone(&state.blocks), stored)
         };
         // Expired blocks are removed before live ones are evicted.
         self.expire(now, 16);
         self.make_room(size);
-        let written = self.write(&blocks, &format!("{number}.part"), key, bytes);
+        let part = format!("{number}.part");
+        let written = self.write(&blocks, &part, key, bytes, stored);
         let mut state = self.state();
         state.reserved -= size;
         // A clear has renamed the folder, so the new file is among the cleared ones.
@@ -443,33 +470,34 @@ impl Tier for DiskTier {
             state.ledger.stats.failed_total += 1;
             return Err(error);
         }
-        if state.ledger.peek(SimTime::ZERO, key).is_some() {
-            // Another thread stored the block first, or it has expired: the new file is as good.
-            state.ledger.remove(key, Removal::Expired);
-        }
+        // Another thread stored the block first, or it has expired: the new file is as good.
+        let before = state.ledger.remove(key, Removal::Expired);
         let until = state.ledger.until(now);
-        state.ledger.insert(key, bytes.len() as u64, size, until);
+        state.ledger.insert(key, stored, size, until);
         drop(state);
+        if let Some(before) = before {
+            self.unlink(&blocks, key, before);
+        }
         self.note_dirty(size);
         Ok(true)
     }
 
     fn get(&self, now: SimTime, key: &[u8], out: &mut [u8]) -> Result<bool, TierError> {
-        let (len, blocks, epoch) = {
+        let (stored, blocks, epoch) = {
             let mut state = self.state();
-            let Some(len) = state.ledger.touch(now, key) else {
+            let Some(stored) = state.ledger.touch(now, key) else {
                 state.ledger.stats.misses_total += 1;
                 return Ok(false);
             };
-            (len, Arc::clone(&state.blocks), state.epoch)
+            (stored, Arc::clone(&state.blocks), state.epoch)
         };
-        if len != out.len() as u64 {
+        if stored.len != out.len() as u64 {
             return Err(TierError::Length {
                 want: out.len(),
-                got: to_usize(len),
+                got: to_usize(stored.len),
             });
         }
-        let read = read_block(&blocks, key, out);
+        let read = read_block(&blocks, key, stored, out);
         let mut state = self.state();
         if let Ok(true) = read {
             state.ledger.stats.hits_total += 1;
@@ -485,26 +513,27 @@ impl Tier for DiskTier {
         match read {
             // Evicted or removed in between: a miss.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                self.forget(key, Removal::Removed);
+                self.forget_unreadable(key, stored, Removal::Removed);
             }
             Err(error) => {
-                tracing::warn!("{} cannot be read: {error}", self.path_of(key).display());
-                self.forget(key, Removal::Corrupt);
+                let path = self.path_of(key, stored);
+                tracing::warn!("{} cannot be read: {error}", path.display());
+                self.forget_unreadable(key, stored, Removal::Corrupt);
             }
             Ok(_) => {
                 tracing::warn!(
                     "{} is corrupt; it is removed, and its block will be recomputed",
-                    self.path_of(key).display()
+                    self.path_of(key, stored).display()
                 );
-                self.forget(key, Removal::Corrupt);
+                self.forget_unreadable(key, stored, Removal::Corrupt);
             }
         }
         Ok(false)
     }
 
     fn len_of(&self, now: SimTime, key: &[u8]) -> Option<usize> {
-        let len = self.state().ledger.peek(now, key)?;
-        usize::try_from(len).ok()
+        let stored = self.state().ledger.peek(now, key)?;
+        usize::try_from(stored.len).ok()
     }
 
     fn remove(&self, key: &[u8]) -> bool {
@@ -700,15 +729,20 @@ fn use_other(folder: &Path) -> Option<File> {
         .map(|()| lock)
 }
 
-/// Files of blocks in a folder and its subfolders, with their modification times and sizes.
+/// Files of blocks in a folder and its subfolders, with the times of their writing and their sizes.
 fn list_files(folder: &Path, out: &mut Vec<(SystemTime, PathBuf, u64)>, depth: usize) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
-        let Ok(meta) = entry.metadata() else { continue };
-        if meta.is_dir() && depth == 0 {
+        if depth == 0 && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             list_files(&path, out, depth + 1);
+        } else if let Some((key, stored)) = parse_name(entry.file_name().as_encoded_bytes()) {
+            let written = UNIX_EPOCH + Duration::from_nanos(stored.written_unix_ns);
+            // Of a long key the name does not tell the length.
+            let key_bytes = key.map_or(NAMED_KEY_BYTES_MAX, |key| key.len());
+            out.push((written, path, file_bytes(key_bytes, stored.len)));
         } else if path.extension().is_some_and(|e| e == "kv" || e == "part") {
-            let written = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            let Ok(meta) = entry.metadata() else { continue };
+            let written = meta.modified().unwrap_or(UNIX_EPOCH);
             out.push((written, path, meta.len()));
         }
     }
@@ -825,7 +859,7 @@ impl Head {
 }
 
 fn file_bytes(key_bytes: usize, len: u64) -> u64 {
-    // A file may state any length.
+    // A file or its name may state any length.
     ((HEADER_BYTES + key_bytes) as u64).saturating_add(len)
 }
 
@@ -866,22 +900,24 @@ pub(crate) fn check_head(bytes: &[u8]) {
     assert!(Head::read(&mut &*file).expect("it is complete").is_none());
 }
 
-/// Reads the head of a file that has the length it states. The block is verified only when it is
-/// read.
-fn read_head(path: &Path) -> io::Result<Head> {
+/// Reads the head of a file that has the length it states, and the time of its writing. The block is verified only when
+/// it is read.
+fn read_head(path: &Path) -> io::Result<(Head, u64)> {
     let mut file = open_regular(path)?;
     let head = Head::read(&mut file)?;
-    let bytes = file.metadata()?.len();
-    head.filter(|head| file_bytes(head.key.len(), head.len) == bytes)
-        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+    let meta = file.metadata()?;
+    let written = meta.modified().unwrap_or(UNIX_EPOCH);
+    let head = head.filter(|head| file_bytes(head.key.len(), head.len) == meta.len());
+    let head = head.ok_or_else(|| io::Error::other("it is truncated"))?;
+    Ok((head, since_1970_ns(written)))
 }
 
 /// Reads a file's block into `out`. `false` if the file has another key or fails verification.
-fn read_block(folder: &OwnedFd, key: &[u8], out: &mut [u8]) -> io::Result<bool> {
+fn read_block(folder: &OwnedFd, key: &[u8], stored: Stored, out: &mut [u8]) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(
         folder,
-        name_of(key),
+        name_of(key, stored),
         flags,
         Mode::empty(),
     )?);
@@ -901,27 +937,50 @@ fn read_block(folder: &OwnedFd, key: &[u8], out: &mut [u8]) -> io::Result<bool> 
     }
 }
 
-fn name_of(key: &[u8]) -> std::ffi::OsString {
-    use std::fmt::Write as _;
-    let mut name = String::with_capacity(2 * key.len() + 3);
-    if key.len() <= NAMED_KEY_BYTES_MAX {
-        for byte in key {
-            let _ = write!(name, "{byte:02x}");
-        }
-    } else {
-        let _ = write!(name, "h{:032x}", xxhash_rust::xxh3::xxh3_128(key));
+/// Finds the block of a file in the folder of blocks; `None` if it has none. Removes what a process left that died as it
+/// wrote.
+///
+/// # Errors
+/// It cannot be a block's file.
+fn find(blocks: &OwnedFd, entry: &fs::DirEntry) -> io::Result<Option<(Box<[u8]>, Stored)>> {
+    let name = entry.file_name();
+    let bytes = name.as_encoded_bytes();
+    if bytes.ends_with(b".part") {
+        remove_file(&entry.path());
     }
-    name.push_str(".kv");
-    name.into()
-}
-
-fn modified(path: &Path) -> std::time::SystemTime {
-    let meta = fs::metadata(path).and_then(|meta| meta.modified());
-    meta.unwrap_or(std::time::UNIX_EPOCH)
+    if !bytes.ends_with(b".kv") {
+        return Ok(None);
+    }
+    // Without a call for each file, on most file systems.
+    if !entry.file_type()?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    if let Some((Some(key), stored)) = parse_name(bytes) {
+        return Ok(Some((key, stored)));
+    }
+    let (head, written_unix_ns) = read_head(&entry.path())?;
+    let stored = Stored {
+        len: head.len,
+        until_unix_ns: head.until_unix_ns,
+        written_unix_ns,
+    };
+    // Of a long key, or of a version before 0.3.
+    let stored = match parse_name(bytes) {
+        Some((_, named)) => named,
+        None => stored,
+    };
+    let wanted = name_of(&head.key, stored);
+    if wanted != name {
+        if name != old_name_of(&head.key) {
+            return Err(io::Error::other("it is the file of another block"));
+        }
+        rustix::fs::renameat(blocks, &*name, blocks, wanted)?;
+    }
+    Ok(Some((head.key, stored)))
 }
 
 fn since_1970_ns(time: std::time::SystemTime) -> u64 {
-    let since = time.duration_since(std::time::UNIX_EPOCH);
+    let since = time.duration_since(UNIX_EPOCH);
     since.map_or(0, nanos)
 }
 

@@ -357,6 +357,106 @@ fn a_torn_or_damaged_file_is_a_miss() {
     assert!(!get(&*tier, 0, 2), "the file was removed");
 }
 
+/// A start lists the folder and opens no file: what names say is known, and no block is given that its file does not prove.
+#[test]
+fn a_start_reads_names_and_a_name_proves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let blocks = folder.path().join("blocks");
+    let tier = disk(folder.path(), 1_000_000, None);
+    put(&*tier, 0, 1);
+    put(&*tier, 0, 2);
+    drop(tier);
+    let names = || {
+        let files = block_files(folder.path());
+        let names = files
+            .iter()
+            .map(|of| of.file_name().unwrap().to_str().unwrap().to_owned());
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    };
+    let of = |n: u64| {
+        let names = names();
+        names
+            .into_iter()
+            .find(|name| name.contains(&format!("{n:016x}")))
+            .unwrap()
+    };
+    // One is written again, and its process died before it removed the file before.
+    let (one, two) = (of(1), of(2));
+    let older = format!("{}-1.kv", one.rsplit_once('-').unwrap().0);
+    fs::copy(blocks.join(&two), blocks.join(&older)).unwrap();
+    // Names of blocks that are not there, with any contents, and of a file that would fill the disk.
+    let tail = two.split_once('-').unwrap().1;
+    for n in 1_000..2_000_u32 {
+        fs::write(blocks.join(format!("{n:08x}-{tail}")), b"").unwrap();
+    }
+    fs::copy(blocks.join(&two), blocks.join(format!("aa-{tail}"))).unwrap();
+    fs::write(
+        blocks.join("bb-ffffffffffffffff-ffffffffffffffff-1.kv"),
+        b"",
+    )
+    .unwrap();
+    let tier = disk(folder.path(), 1_000_000, None);
+    assert_eq!(
+        (tier.stats().blocks, names().len()),
+        (1_003, 1_003),
+        "no file is opened"
+    );
+    assert!(get(&*tier, 0, 1) && get(&*tier, 0, 2));
+    let mut out = vec![0; BLOCK];
+    for key in [&b"\xaa"[..], &1_500_u32.to_be_bytes()] {
+        assert!(!tier.get(SimTime(0), key, &mut out).unwrap(), "{key:x?}");
+    }
+    assert_eq!(tier.stats().corrupt_total, 2);
+    // What is not the name of a block is no block.
+    drop(tier);
+    for name in [
+        "x-1-1-1.kv",
+        "0-1-1-1.kv",
+        "00-01-1-1.kv",
+        "00-1-1.kv",
+        "00-1-1-1-1.kv",
+        "-.kv",
+    ] {
+        fs::write(blocks.join(name), b"").unwrap();
+    }
+    let tier = disk(folder.path(), 1_000_000, None);
+    assert_eq!(
+        (tier.stats().blocks, tier.stats().corrupt_total),
+        (1_001, 6)
+    );
+}
+
+/// Files of version 0.2, whose names have the key alone, are found and renamed; so are those of keys that are too long for
+/// a name.
+#[test]
+fn files_without_a_name_that_says_all_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = disk(folder.path(), 10, None);
+    put(&*tier, 0, 1);
+    let long = [7; 300];
+    tier.put(SimTime(0), &long, &block(2)).unwrap();
+    drop(tier);
+    for file in block_files(folder.path()) {
+        let name = file.file_name().unwrap().to_str().unwrap().to_owned();
+        let old = format!("{}.kv", name.split_once('-').unwrap().0);
+        fs::rename(&file, file.with_file_name(old)).unwrap();
+    }
+    for _ in 0..2 {
+        let tier = disk(folder.path(), 10, None);
+        assert_eq!((tier.stats().blocks, tier.stats().corrupt_total), (2, 0));
+        let mut out = vec![0; BLOCK];
+        assert!(get(&*tier, 0, 1) && tier.get(SimTime(0), &long, &mut out).unwrap());
+        assert_eq!(out, block(2));
+        let files = block_files(folder.path());
+        assert!(
+            files.iter().all(|of| of.to_str().unwrap().contains('-')),
+            "{files:?}"
+        );
+    }
+}
+
 /// Runs this test binary again, with the role in its environment. There, writing beyond a limit of
 /// file sizes is an error instead of a signal.
 pub(crate) fn child(test: &str, role: &str, folder: &Path) -> Command {

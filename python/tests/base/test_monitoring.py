@@ -55,7 +55,8 @@ def joined(match: re.Match[str]) -> str:
 
 
 def left_side(query: str) -> str:
-    """An alert's query without the comparison that makes it one."""
+    """An alert's query without the comparison that makes it one, and the engines that it is for."""
+    query = query.removesuffix(" and on (job, instance, engine) slipstream_engine_expected == 1")
     sides = re.split(r" (?:>|==) (?![^(]*\) >)", query)
     assert len(sides) == 2, query
     return sides[0]
@@ -241,21 +242,32 @@ def test_dashboards_are_ones_that_grafana_imports() -> None:
 
 
 ILL = {
-    "SlipstreamNoEngine": {'slipstream_engine_up{engine="e"}': "0x40"},
+    "SlipstreamNoEngine": {
+        'slipstream_engine_up{engine="e"}': "0x40",
+        'slipstream_engine_expected{engine="e"}': "1x40",
+        'slipstream_engine_up{engine="mirror"}': "1x40",
+        'slipstream_engine_expected{engine="mirror"}': "0x40",
+    },
     "SlipstreamEngineDown": {
         'slipstream_engine_up{engine="e"}': "0x40",
+        'slipstream_engine_expected{engine="e"}': "1x40",
         'slipstream_engine_up{engine="f"}': "1x40",
+        'slipstream_engine_expected{engine="f"}': "1x40",
     },
     "SlipstreamEngineFails": {
         'slipstream_engine_failures_total{engine="e",cause="lost"}': "0+1x40",
         'slipstream_engine_requests_total{engine="e"}': "0+10x40",
+        'slipstream_engine_expected{engine="e"}': "1x40",
     },
     "SlipstreamRefusesRequests": {
         'slipstream_requests_rejected_total{reason="busy"}': "0+1x40",
         "slipstream_http_requests_total": "0+10x40",
     },
     "SlipstreamStreamsLost": {"slipstream_streams_lost_total": "0x35 1x5"},
-    "SlipstreamAnswersBroken": {'slipstream_engine_answers_broken_total{engine="e"}': "0x35 1x5"},
+    "SlipstreamAnswersBroken": {
+        'slipstream_engine_answers_broken_total{engine="e"}': "0x35 1x5",
+        'slipstream_engine_expected{engine="e"}': "1x40",
+    },
     "SlipstreamMemoryFull": {
         "slipstream_memory_used_bytes": "88x40",
         "slipstream_memory_max_bytes": "100x40",
@@ -273,6 +285,7 @@ ILL = {
 
 WELL = {
     'slipstream_engine_up{engine="e"}': "1x40",
+    'slipstream_engine_expected{engine="e"}': "1x40",
     'slipstream_engine_failures_total{engine="e",cause="lost"}': "0+1x40",
     'slipstream_engine_requests_total{engine="e"}': "0+100x40",
     'slipstream_requests_rejected_total{reason="busy"}': "0+1x40",
@@ -289,10 +302,21 @@ WELL = {
 """A server with a few failures."""
 
 
+NOT_EXPECTED = {
+    'slipstream_engine_up{engine="x"}': "0x40",
+    'slipstream_engine_expected{engine="x"}': "0x40",
+    'slipstream_engine_failures_total{engine="x",cause="lost"}': "0+10x40",
+    'slipstream_engine_requests_total{engine="x"}': "0+10x40",
+    'slipstream_engine_answers_broken_total{engine="x"}': "0x35 1x5",
+}
+"""A mirror or a drained engine that is down and fails whatever is sent there."""
+
+
 def at_home(series: str) -> str:
     """A series with the labels of a scrape."""
     name, _, labels = series.partition("{")
-    return f'{name}{{job="slipstream",instance="a:8000"{"," + labels[:-1] if labels else ""}}}'
+    own = 'job="slipstream",instance="a:8000",pod="p"'
+    return f"{name}{{{own}{',' + labels[:-1] if labels else ''}}}"
 
 
 def test_alerts_fire_for_their_fault_alone(tmp_path: Path) -> None:
@@ -321,6 +345,7 @@ def test_alerts_fire_for_their_fault_alone(tmp_path: Path) -> None:
     also = {"SlipstreamNoEngine": {"SlipstreamEngineDown"}}
     cases = [case(name, series, {name} | also.get(name, set())) for name, series in ILL.items()]
     cases.append(case("well", WELL, set()))
+    cases.append(case("not expected", WELL | NOT_EXPECTED, set()))
     file = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": cases}
     path = tmp_path / "test.yaml"
     path.write_text(json.dumps(file), encoding="utf-8")

@@ -237,6 +237,15 @@ const PAGE: &[Family<Scrape>] = &[
         "Whether the engine takes requests",
         |of, samples| of.gauge(samples, |engine| engine.takes_requests().into()),
     ),
+    Family::gauge(
+        "slipstream_engine_expected",
+        "Whether the engine is to take clients' requests: it is no mirror, and is not drained",
+        |of, samples| {
+            of.gauge(samples, |engine| {
+                (!engine.is_mirror() && !engine.is_draining()).into()
+            });
+        },
+    ),
     Family::histogram(
         "slipstream_engine_first_byte_seconds",
         "From sending a request to the first byte of its answer",

@@ -132,7 +132,7 @@ impl EndpointSlices {
             .then(|| config.token_file.clone().unwrap_or_else(|| in_pod("token")));
         let namespace = match &config.namespace {
             Some(namespace) => namespace.clone(),
-            None => std::fs::read_to_string(in_pod("namespace")).map_err(|error| {
+            None => files::read_text(&in_pod("namespace")).map_err(|error| {
                 anyhow::anyhow!(
                     "`endpoint_slices` needs a namespace: {} cannot be read ({error}); set `upstream.kubernetes_namespace`",
                     in_pod("namespace").display()

@@ -12,6 +12,7 @@ use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use slipstream_os::files;
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
@@ -62,12 +63,12 @@ pub enum TlsError {
 }
 
 impl Tls {
-    /// Reads the files.
+    /// Reads the files, for a process that starts ([`files::read`]).
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: &TlsFiles) -> Result<Tls, TlsError> {
-        let read = |path: &Path| std::fs::read(path);
+        let read = files::read;
         let chain = certificates(&files.cert, "the certificate of this process", read)?;
         let read_key = || private_key(&files.key, "the private key of this process", read);
         let mut roots = RootCertStore::empty();
@@ -147,15 +148,15 @@ impl std::fmt::Debug for ClientTls {
 }
 
 impl ClientTls {
-    /// Reads the files.
+    /// Reads the files, for a process that starts ([`files::read`]).
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: &ClientFiles) -> Result<ClientTls, TlsError> {
-        ClientTls::load_by(files, |path| std::fs::read(path))
+        ClientTls::load_by(files, files::read)
     }
 
-    /// As [`load`](Self::load), by means of `read`.
+    /// As [`load`](Self::load), by means of `read`: a process that runs must not wait for a file ([`files::reread`]).
     ///
     /// # Errors
     /// [`TlsError`].
@@ -297,6 +298,19 @@ mod tests {
         let stalled = within(Duration::from_millis(1), move || held.recv().is_err());
         assert_eq!(stalled, None);
         drop(hold);
+    }
+
+    /// A device that never ends, and a folder: no file is read without a limit.
+    #[test]
+    fn what_is_no_file_is_refused() {
+        for path in ["/dev/zero", "/"] {
+            let files = ClientFiles {
+                ca: Some(path.into()),
+                ..ClientFiles::default()
+            };
+            let error = ClientTls::load(&files).unwrap_err().to_string();
+            assert!(error.contains("PEM file with the certificates"), "{error}");
+        }
     }
 
     #[test]

@@ -2,7 +2,6 @@
 //! `tokenizer_config.json` or `chat_template.jinja`.
 
 use std::collections::HashSet;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use slipstream_base::TokenId;
@@ -160,26 +159,12 @@ impl Templates {
     }
 }
 
-/// Largest file of a tokenizer, bytes. Those of vocabularies of 256,000 tokens have some 35 MB.
-const FILE_BYTES_MAX: u64 = 256 << 20;
-
+/// Reads a file of a tokenizer, for a process that starts.
 fn read(path: &Path) -> Result<Vec<u8>, TextError> {
-    let unreadable = |source| TextError::Read {
+    let mut bytes = slipstream_os::files::read(path).map_err(|source| TextError::Read {
         path: path.into(),
         source,
-    };
-    let mut bytes = Vec::new();
-    let file = std::fs::File::open(path).map_err(unreadable)?;
-    // A path may be that of a device.
-    file.take(FILE_BYTES_MAX + 1)
-        .read_to_end(&mut bytes)
-        .map_err(unreadable)?;
-    if bytes.len() as u64 > FILE_BYTES_MAX {
-        return Err(TextError::Parse {
-            path: path.into(),
-            message: format!("it is larger than {} MiB", FILE_BYTES_MAX >> 20),
-        });
-    }
+    })?;
     if bytes.starts_with("\u{feff}".as_bytes()) {
         bytes.drain(..3);
     }

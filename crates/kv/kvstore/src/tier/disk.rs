@@ -144,8 +144,8 @@ struct Dirty {
 }
 
 impl DiskTier {
-    /// Opens a folder and finds the blocks of an earlier process. Truncated files are removed and
-    /// counted as corrupt. `unix_ns` is [`crate::clock::unix_ns`].
+    /// Opens a folder and finds the blocks of an earlier process. A truncated file is found when it
+    /// is read. `unix_ns` is [`crate::clock::unix_ns`].
     ///
     /// # Errors
     ///

@@ -108,6 +108,12 @@ pub(super) fn read_members<'a>(
         .try_for_each(|(name, value)| take(&name, value.owned()))
 }
 
+/// An object of these members.
+pub(super) fn object<const N: usize>(members: [(&str, Tree); N]) -> Tree {
+    let members = members.into_iter();
+    Tree::Object(members.map(|(name, value)| (name.into(), value)).collect())
+}
+
 /// The error for a member that is not there.
 pub(super) fn missing(name: &str) -> ApiError {
     ApiError::invalid(name, format!("`{name}` is missing; it is required"))

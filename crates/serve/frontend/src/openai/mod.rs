@@ -15,18 +15,22 @@ mod listing;
 mod literals;
 mod logprobs;
 mod members;
+mod message_stream;
+mod message_turns;
 mod messages;
+mod prompt;
 mod request;
+mod response_items;
+mod response_stream;
 mod responses;
+mod sampling;
 mod sse;
 mod tokenize;
 mod unary;
 mod value;
 
 pub(crate) use adapters::{AdapterRequest, parse_adapter};
-pub use anthropic::{
-    MessageStream, MessagesRequest, input_tokens_json, message_error, parse_messages,
-};
+pub use anthropic::{MessagesRequest, parse_messages};
 pub use embeddings::{
     DIMENSIONS, DIMENSIONS_MAX, EmbeddingsRequest, Encoding, embedding_field_names,
     embeddings_json, parse_embeddings, unit_vector,
@@ -38,13 +42,15 @@ pub use listing::{
     ModelCard, model_json, models_json, openapi_json, openapi_json_without, version_json,
 };
 pub use logprobs::{LogprobsPiece, TokenLogprob};
+pub use message_stream::{MessageStream, input_tokens_json, message_error};
 pub use request::{
     ApiRequest, CHOICES_MAX, COMPLETION_MAX_TOKENS, Input, LOGPROBS_MAX, LogprobsWish, N_MAX,
     NAME_BYTES_MAX, PromptInput, RequestParams, STOP_BYTES_MAX, STOP_TOKENS_MAX, STOPS_MAX,
     VocabLimits, parse_chat, parse_completion, parse_turn,
 };
+pub use response_stream::ResponseStream;
 pub use responses::{
-    ResponseStream, ResponsesRequest, parse_responses, previous_response_id, response_field_names,
+    ResponsesRequest, parse_responses, previous_response_id, response_field_names,
     response_not_found,
 };
 pub use sse::{CallDelta, SseRender};

@@ -7,7 +7,8 @@ use slipstream_structured::Tree;
 
 use super::members::{boolean, missing, read_members, text, tokens};
 use super::messages::{messages, opens_turn};
-use super::request::{model as model_name, template_kwargs};
+use super::prompt::template_kwargs;
+use super::request::model as model_name;
 use super::value::Json;
 use super::{ApiError, form};
 use crate::json::{self, Out};

@@ -8,9 +8,9 @@ use minijinja::value::{DynObject, Kwargs, Object, Rest, Tuple, ValueKind, ValueO
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::args::Args;
-use super::methods::{self, TEXT_MAX};
 use super::objects::{self, Generator, is_generator};
 use super::source::{EACH, PERCENT, VARIADIC};
+use super::strings::{self, TEXT_MAX};
 use super::{format, json, markup, python};
 
 /// Filters of the engine that Jinja2 lacks: a template with one fails on every inference engine, so it fails here too.
@@ -283,7 +283,7 @@ fn attribute_of(value: &Value, path: &Value) -> Result<Value, Error> {
 /// The first character in upper case, the others in lower case.
 pub(super) fn capitalized(text: &str) -> String {
     let mut chars = text.chars();
-    let mut out = chars.next().map(methods::title_case).unwrap_or_default();
+    let mut out = chars.next().map(strings::title_case).unwrap_or_default();
     out.push_str(&chars.as_str().to_lowercase());
     out
 }
@@ -299,7 +299,7 @@ fn trim(value: &Value, chars: Option<Value>) -> Value {
         .filter(|chars| !chars.is_none())
         .map(|chars| python::str(&chars));
     let text = python::text(value);
-    let kept = methods::strip(&text, chars.as_deref(), true, true);
+    let kept = strings::strip(&text, chars.as_deref(), true, true);
     if kept.len() == text.len() && value.as_str().is_some() {
         return value.clone();
     }
@@ -312,7 +312,7 @@ fn replace(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, E
     let (old, new) = (args.need("old")?, args.need("new")?);
     let count = args.optional_whole("count")?.unwrap_or(-1);
     args.finish()?;
-    methods::replace(
+    strings::replace(
         &python::text(value),
         &python::text(&old),
         &python::text(&new),
@@ -325,7 +325,7 @@ fn center(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Er
     let mut args = Args::with(&args, kwargs, "center")?;
     let width = args.optional_whole("width")?.unwrap_or(80);
     args.finish()?;
-    methods::pad(&python::text(value), width, " ", "center")
+    strings::pad(&python::text(value), width, " ", "center")
 }
 
 fn word_count(value: &Value) -> usize {
@@ -423,7 +423,7 @@ fn whole(number: f64) -> Option<Value> {
 
 /// Python's `int(text, base)`
 fn parse_whole(text: &str, radix: u32) -> Option<Value> {
-    let text = methods::strip(text, None, true, true);
+    let text = strings::strip(text, None, true, true);
     let (negative, digits) = match text.strip_prefix('-') {
         Some(digits) => (true, digits),
         None => (false, text.strip_prefix('+').unwrap_or(text)),
@@ -456,7 +456,7 @@ fn parse_whole(text: &str, radix: u32) -> Option<Value> {
 
 /// Python's `float(text)`
 fn parse_float(text: &str) -> Option<f64> {
-    let text = methods::strip(text, None, true, true);
+    let text = strings::strip(text, None, true, true);
     let plain;
     let text = if text.contains('_') {
         let bytes = text.as_bytes();
@@ -685,7 +685,7 @@ fn indent(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Er
             .replace('\n', &format!("\n{space}"))
     } else {
         let mut body = String::new();
-        for (at, line) in methods::lines(&text, false).into_iter().enumerate() {
+        for (at, line) in strings::lines(&text, false).into_iter().enumerate() {
             if at > 0 {
                 body.push('\n');
                 if !line.is_empty() {

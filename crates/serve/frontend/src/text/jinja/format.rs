@@ -3,8 +3,8 @@
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-use super::methods::{TEXT_MAX, pad};
 use super::python;
+use super::strings::{TEXT_MAX, pad};
 
 /// Limit of width and precision.
 const WIDTH_MAX: usize = 1 << 16;

@@ -4,7 +4,7 @@ use minijinja::value::{DynObject, Kwargs, Rest, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::args::Args;
-use super::{filters, methods, python};
+use super::{filters, python, strings};
 
 /// Adds them to `environment`.
 pub(super) fn add(environment: &mut Environment<'static>) {
@@ -155,7 +155,7 @@ fn filesizeformat(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<St
     let binary = args.flag("binary");
     args.finish()?;
     let text = python::text(value);
-    let number = methods::strip(&text, None, true, true).parse::<f64>();
+    let number = strings::strip(&text, None, true, true).parse::<f64>();
     let bytes = match value.kind() {
         ValueKind::Bool => f64::from(u8::from(value.is_true())),
         _ => number.map_err(|_| failed("filesizeformat(): the value is not a number"))?,

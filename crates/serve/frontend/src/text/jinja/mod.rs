@@ -3,7 +3,7 @@
 //! - `source`, `literal`: the template's source, rewritten where the engine's grammar has less;
 //! - `parts`: whether the template takes a message's content as a list of parts;
 //! - `python`: values printed as Python prints them;
-//! - `methods`, `filters`, `markup`, `checks`, `json`, `format`: functions that templates call;
+//! - `methods`, `strings`, `filters`, `markup`, `checks`, `json`, `format`: functions that templates call;
 //! - `objects`: values of their own types.
 
 mod args;
@@ -18,15 +18,16 @@ mod objects;
 mod parts;
 mod python;
 mod source;
+mod strings;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 
-pub(super) use methods::{TEXT_MAX, too_long};
 pub(super) use objects::{one_text, value};
 pub(super) use parts::takes_parts;
 pub(super) use source::rewrite;
+pub(super) use strings::{TEXT_MAX, too_long};
 
 /// Source of the errors that a template raises itself.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! Python's `str.format` and `%`.
 
-use minijinja::value::ValueKind;
+use minijinja::value::{DynObject, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::python;
@@ -425,148 +425,227 @@ fn ascii(text: &str) -> String {
 
 /// `text % operand`, where a tuple holds several operands, and a mapping named ones.
 pub(super) fn percent(text: &str, operand: &Value) -> Result<String, Error> {
-    let mut places: Vec<Value> = if operand.is_tuple() {
-        operand.try_iter()?.collect()
-    } else {
-        vec![operand.clone()]
-    };
-    places.reverse();
-    let mapping = operand
-        .as_object()
-        .filter(|_| operand.kind() == ValueKind::Map);
-    let mut named = false;
+    let mut operands = Operands::of(operand)?;
     let mut out = String::new();
     let mut rest = text;
-    let few = || failed("not enough values for a format");
     while let Some(at) = rest.find('%') {
         out.push_str(&rest[..at]);
-        rest = &rest[at + 1..];
-        let mut value = None;
-        if let Some(inner) = rest.strip_prefix('(') {
-            let (key, behind) = inner
-                .split_once(')')
-                .ok_or_else(|| failed("missing ')' in a format"))?;
-            let mapping = mapping.ok_or_else(|| failed("a format with names needs a mapping"))?;
-            let found = mapping.get_value(&Value::from(key));
-            value = Some(
-                found.ok_or_else(|| failed(format!("a format names `{key}`, which is missing")))?,
-            );
-            named = true;
-            rest = behind;
-        }
-        let flags = rest.len() - rest.trim_start_matches(['-', '+', ' ', '#', '0']).len();
-        let (flags, behind) = rest.split_at(flags);
+        let (conversion, behind) = Conversion::parse(&rest[at + 1..])?;
         rest = behind;
-        let mut number = |rest: &mut &str| -> Result<Option<i64>, Error> {
-            if let Some(behind) = rest.strip_prefix('*') {
-                *rest = behind;
-                let value = places.pop().ok_or_else(few)?;
-                return Ok(value.as_i64());
-            }
-            let end = rest
-                .find(|c: char| !c.is_ascii_digit())
-                .unwrap_or(rest.len());
-            let (digits, behind) = rest.split_at(end);
-            *rest = behind;
-            Ok(digits.parse().ok())
-        };
-        let width = number(&mut rest)?.unwrap_or(0);
-        let mut precision = None;
-        if let Some(behind) = rest.strip_prefix('.') {
-            rest = behind;
-            precision = Some(number(&mut rest)?.unwrap_or(0));
-        }
-        rest = rest.trim_start_matches(['h', 'l', 'L']);
-        let kind = rest
-            .chars()
-            .next()
-            .ok_or_else(|| failed("incomplete format"))?;
-        rest = &rest[kind.len_utf8()..];
-        if kind == '%' {
+        let named = conversion.key.map(|key| operands.named(key)).transpose()?;
+        let width = operands.size(conversion.width)?.unwrap_or(0);
+        let precision = operands.size(conversion.precision)?;
+        if conversion.kind == '%' {
             out.push('%');
             continue;
         }
-        let value = match value {
+        let value = match named {
             Some(value) => value,
-            None => places.pop().ok_or_else(few)?,
+            None => operands.next()?,
         };
-        let left = flags.contains('-') || width < 0;
-        let size = |number: i64| usize::try_from(number.unsigned_abs()).unwrap_or(usize::MAX);
-        let zero = flags.contains('0') && !left;
-        let mut spec = Spec {
-            fill: None,
-            align: Some(if left { '<' } else { '>' }),
-            sign: flags
-                .contains('+')
-                .then_some('+')
-                .or(flags.contains(' ').then_some(' ')),
-            alternate: flags.contains('#'),
-            width: size(width),
-            group: None,
-            precision: precision.map(|digits| size(digits.max(0))),
-            kind: Some(kind),
-        }
-        .check()?;
-        out.push_str(&match kind {
-            's' | 'r' | 'a' => {
-                let text = match kind {
-                    's' => python::str(&value),
-                    'r' => python::repr(&value),
-                    _ => ascii(&python::repr(&value)),
-                };
-                (spec.kind, spec.sign) = (None, None);
-                spec.apply(&Value::from(text))?
-            }
-            'd' | 'i' | 'u' | 'o' | 'x' | 'X' => {
-                if matches!(kind, 'o' | 'x' | 'X') && python::is_float(&value) {
-                    return Err(failed(format!("%{kind} needs a whole number")));
-                }
-                let whole = as_whole(&value)?;
-                if zero {
-                    (spec.fill, spec.align) = (Some('0'), Some('='));
-                }
-                // As many digits at least.
-                let digits = spec.precision.take().unwrap_or(0);
-                spec.kind = Some(if matches!(kind, 'i' | 'u') { 'd' } else { kind });
-                if digits > 0 {
-                    let plain = Spec {
-                        width: 0,
-                        ..spec.clone()
-                    }
-                    .whole(whole)?;
-                    let (sign, number) = match plain.strip_prefix(['-', '+', ' ']) {
-                        Some(number) => (&plain[..1], number),
-                        None => ("", &*plain),
-                    };
-                    let width = i64::try_from(digits).unwrap_or(0);
-                    spec.pad(sign, &pad(number, width, "0", "rjust")?, '>')?
-                } else {
-                    spec.whole(whole)?
-                }
-            }
-            'e' | 'E' | 'f' | 'F' | 'g' | 'G' => {
-                if zero {
-                    (spec.fill, spec.align) = (Some('0'), Some('='));
-                }
-                spec.real(as_float(&value)?)?
-            }
-            'c' => match value.as_str() {
-                Some(text) if text.chars().count() == 1 => spec.pad("", text, '>')?,
-                Some(_) => return Err(failed("%c needs one character")),
-                None => spec.whole(as_whole(&value)?)?,
-            },
-            other => return Err(failed(format!("unknown format `%{other}`"))),
-        });
+        out.push_str(&conversion.shown(width, precision, &value)?);
         if out.len() > TEXT_MAX {
             return Err(failed("the text becomes too long"));
         }
     }
     out.push_str(rest);
-    if !places.is_empty()
-        && !named
-        && (operand.is_tuple() || mapping.is_none() && operand.kind() != ValueKind::Seq)
-    {
-        return Err(failed("not all values were used by a format"));
-    }
+    operands.check_used()?;
     Ok(out)
+}
+
+/// The right side of `%`.
+struct Operands<'a> {
+    operand: &'a Value,
+    /// Operands by place, the next one last.
+    places: Vec<Value>,
+    has_named: bool,
+}
+
+impl<'a> Operands<'a> {
+    fn of(operand: &'a Value) -> Result<Operands<'a>, Error> {
+        let mut places: Vec<Value> = if operand.is_tuple() {
+            operand.try_iter()?.collect()
+        } else {
+            vec![operand.clone()]
+        };
+        places.reverse();
+        Ok(Operands {
+            operand,
+            places,
+            has_named: false,
+        })
+    }
+
+    fn mapping(&self) -> Option<&DynObject> {
+        let is_mapping = self.operand.kind() == ValueKind::Map;
+        self.operand.as_object().filter(|_| is_mapping)
+    }
+
+    fn next(&mut self) -> Result<Value, Error> {
+        let few = || failed("not enough values for a format");
+        self.places.pop().ok_or_else(few)
+    }
+
+    fn named(&mut self, key: &str) -> Result<Value, Error> {
+        let mapping = self.mapping();
+        let mapping = mapping.ok_or_else(|| failed("a format with names needs a mapping"))?;
+        let found = mapping.get_value(&Value::from(key));
+        let missing = || failed(format!("a format names `{key}`, which is missing"));
+        let found = found.ok_or_else(missing)?;
+        self.has_named = true;
+        Ok(found)
+    }
+
+    fn size(&mut self, size: Option<Size>) -> Result<Option<i64>, Error> {
+        match size {
+            None => Ok(None),
+            Some(Size::Stated(size)) => Ok(Some(size)),
+            Some(Size::Operand) => Ok(self.next()?.as_i64()),
+        }
+    }
+
+    /// Refuses operands that no conversion used, where Python does.
+    fn check_used(&self) -> Result<(), Error> {
+        let is_one = self.mapping().is_none() && self.operand.kind() != ValueKind::Seq;
+        if self.places.is_empty() || self.has_named || !(self.operand.is_tuple() || is_one) {
+            return Ok(());
+        }
+        Err(failed("not all values were used by a format"))
+    }
+}
+
+/// A width or a precision.
+#[derive(Clone, Copy)]
+enum Size {
+    Stated(i64),
+    /// `*`: the next operand.
+    Operand,
+}
+
+impl Size {
+    /// The size that `text` begins with, and what is behind it.
+    fn parse(text: &str) -> (Option<Size>, &str) {
+        if let Some(behind) = text.strip_prefix('*') {
+            return (Some(Size::Operand), behind);
+        }
+        let behind = text.trim_start_matches(|c: char| c.is_ascii_digit());
+        let digits = &text[..text.len() - behind.len()];
+        (digits.parse().ok().map(Size::Stated), behind)
+    }
+}
+
+/// A conversion of `%`: `(key)`, flags, a width, `.precision`, a letter.
+struct Conversion<'t> {
+    key: Option<&'t str>,
+    flags: &'t str,
+    width: Option<Size>,
+    precision: Option<Size>,
+    kind: char,
+}
+
+impl<'t> Conversion<'t> {
+    /// The conversion that `text` begins with, behind its `%`, and what is behind it.
+    fn parse(mut text: &'t str) -> Result<(Conversion<'t>, &'t str), Error> {
+        let mut key = None;
+        if let Some(inner) = text.strip_prefix('(') {
+            let cut = inner.split_once(')');
+            let (name, behind) = cut.ok_or_else(|| failed("missing ')' in a format"))?;
+            (key, text) = (Some(name), behind);
+        }
+        let behind = text.trim_start_matches(['-', '+', ' ', '#', '0']);
+        let flags = &text[..text.len() - behind.len()];
+        let (width, mut text) = Size::parse(behind);
+        let mut precision = None;
+        if let Some(behind) = text.strip_prefix('.') {
+            let (size, behind) = Size::parse(behind);
+            (precision, text) = (size.or(Some(Size::Stated(0))), behind);
+        }
+        let text = text.trim_start_matches(['h', 'l', 'L']);
+        let kind = text.chars().next();
+        let kind = kind.ok_or_else(|| failed("incomplete format"))?;
+        let conversion = Conversion {
+            key,
+            flags,
+            width,
+            precision,
+            kind,
+        };
+        Ok((conversion, &text[kind.len_utf8()..]))
+    }
+
+    /// The text of `value`.
+    fn shown(&self, width: i64, precision: Option<i64>, value: &Value) -> Result<String, Error> {
+        let spec = self.spec(width, precision)?;
+        match self.kind {
+            's' => spec.text(python::str(value)),
+            'r' => spec.text(python::repr(value)),
+            'a' => spec.text(ascii(&python::repr(value))),
+            kind @ ('o' | 'x' | 'X') if python::is_float(value) => {
+                Err(failed(format!("%{kind} needs a whole number")))
+            }
+            'd' | 'i' | 'u' | 'o' | 'x' | 'X' => spec.whole_of_digits(as_whole(value)?),
+            'e' | 'E' | 'f' | 'F' | 'g' | 'G' => spec.real(as_float(value)?),
+            'c' => match value.as_str() {
+                Some(text) if text.chars().count() == 1 => spec.pad("", text, '>'),
+                Some(_) => Err(failed("%c needs one character")),
+                None => spec.whole(as_whole(value)?),
+            },
+            other => Err(failed(format!("unknown format `%{other}`"))),
+        }
+    }
+
+    fn spec(&self, width: i64, precision: Option<i64>) -> Result<Spec, Error> {
+        let left = self.flags.contains('-') || width < 0;
+        let is_number = !matches!(self.kind, 's' | 'r' | 'a' | 'c');
+        let zero = is_number && !left && self.flags.contains('0');
+        let sign = ['+', ' ']
+            .into_iter()
+            .find(|sign| self.flags.contains(*sign));
+        let size = |number: i64| usize::try_from(number.unsigned_abs()).unwrap_or(usize::MAX);
+        Spec {
+            fill: zero.then_some('0'),
+            align: Some(match (zero, left) {
+                (true, _) => '=',
+                (false, true) => '<',
+                (false, false) => '>',
+            }),
+            sign,
+            alternate: self.flags.contains('#'),
+            width: size(width),
+            group: None,
+            precision: precision.map(|digits| size(digits.max(0))),
+            kind: Some(match self.kind {
+                'i' | 'u' => 'd',
+                kind => kind,
+            }),
+        }
+        .check()
+    }
+}
+
+impl Spec {
+    /// A text for `%s` and its like, which have no sign.
+    fn text(mut self, text: String) -> Result<String, Error> {
+        (self.kind, self.sign) = (None, None);
+        self.apply(&Value::from(text))
+    }
+
+    /// A whole number with as many digits as the precision at least.
+    fn whole_of_digits(mut self, number: i128) -> Result<String, Error> {
+        let digits = self.precision.take().unwrap_or(0);
+        if digits == 0 {
+            return self.whole(number);
+        }
+        let plain = Spec {
+            width: 0,
+            ..self.clone()
+        };
+        let plain = plain.whole(number)?;
+        let (sign, number) = match plain.strip_prefix(['-', '+', ' ']) {
+            Some(number) => (&plain[..1], number),
+            None => ("", &*plain),
+        };
+        let width = i64::try_from(digits).unwrap_or(0);
+        self.pad(sign, &pad(number, width, "0", "rjust")?, '>')
+    }
 }

@@ -27,184 +27,228 @@ fn part(text: &str, start: usize, end: usize) -> Option<(usize, &str)> {
 }
 
 /// Calls `method` of `text`.
-#[allow(clippy::too_many_lines)] // a table
 pub(super) fn call(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
     if method == "format" {
         return format::str_format(text, args).map(Value::from);
     }
     let mut args = Args::new(args, method)?;
-    let all = |holds: fn(char) -> bool| Value::from(!text.is_empty() && text.chars().all(holds));
-    let result = match method {
-        "upper" => Value::from(text.to_uppercase()),
-        "lower" => Value::from(text.to_lowercase()),
-        "casefold" => Value::from(text.to_lowercase().replace('ß', "ss")),
-        "capitalize" => Value::from(filters::capitalized(text)),
-        "title" => Value::from(title(text)),
-        "swapcase" => Value::from(text.chars().fold(String::new(), |mut out, c| {
-            if c.is_uppercase() {
-                out.extend(c.to_lowercase());
-            } else if c.is_lowercase() {
-                out.extend(c.to_uppercase());
-            } else {
-                out.push(c);
-            }
-            out
-        })),
-        "islower" => Value::from(cased(text, char::is_lowercase, char::is_uppercase)),
-        "isupper" => Value::from(cased(text, char::is_uppercase, char::is_lowercase)),
-        "istitle" => Value::from(is_title(text)),
-        "isspace" => all(python::is_space),
-        "isdigit" => all(is_digit),
-        "isdecimal" => all(|c| c.is_ascii_digit() || is_decimal(c)),
-        "isnumeric" => all(char::is_numeric),
-        "isalpha" => all(is_letter),
-        "isalnum" => all(|c| is_letter(c) || c.is_numeric()),
-        "isascii" => Value::from(text.is_ascii()),
-        "isprintable" => Value::from(text.chars().all(python::is_printable)),
-        "isidentifier" => {
-            let mut chars = text.chars();
-            let first = chars.next().is_some_and(|c| c == '_' || is_letter(c));
-            Value::from(first && chars.all(|c| c == '_' || is_letter(c) || c.is_numeric()))
-        }
+    let result = if let Some(holds) = predicate(method) {
+        Value::from(holds(text))
+    } else if let Some(change) = change_of_case(method) {
+        Value::from(change(text))
+    } else {
+        with_arguments(text, method, &mut args)?
+    };
+    args.finish()?;
+    Ok(result)
+}
+
+/// The methods that answer whether a text is of some kind.
+fn predicate(method: &str) -> Option<fn(&str) -> bool> {
+    fn all(text: &str, holds: impl Fn(char) -> bool) -> bool {
+        !text.is_empty() && text.chars().all(holds)
+    }
+    Some(match method {
+        "islower" => |text| cased(text, char::is_lowercase, char::is_uppercase),
+        "isupper" => |text| cased(text, char::is_uppercase, char::is_lowercase),
+        "istitle" => is_title,
+        "isspace" => |text| all(text, python::is_space),
+        "isdigit" => |text| all(text, is_digit),
+        "isdecimal" => |text| all(text, |c| c.is_ascii_digit() || is_decimal(c)),
+        "isnumeric" => |text| all(text, char::is_numeric),
+        "isalpha" => |text| all(text, is_letter),
+        "isalnum" => |text| all(text, |c| is_letter(c) || c.is_numeric()),
+        "isascii" => str::is_ascii,
+        "isprintable" => |text| text.chars().all(python::is_printable),
+        "isidentifier" => is_identifier,
+        _ => return None,
+    })
+}
+
+/// The methods that change the case of letters.
+fn change_of_case(method: &str) -> Option<fn(&str) -> String> {
+    Some(match method {
+        "upper" => str::to_uppercase,
+        "lower" => str::to_lowercase,
+        "casefold" => |text| text.to_lowercase().replace('ß', "ss"),
+        "capitalize" => filters::capitalized,
+        "title" => title,
+        "swapcase" => swap_case,
+        _ => return None,
+    })
+}
+
+/// Calls a method that has arguments.
+fn with_arguments(text: &str, method: &str, args: &mut Args<'_>) -> Result<Value, Error> {
+    match method {
         "strip" | "lstrip" | "rstrip" => {
             let chars = args.optional_text("chars")?;
-            Value::from(strip(
-                text,
-                chars.as_deref(),
-                method != "rstrip",
-                method != "lstrip",
-            ))
+            let (left, right) = (method != "rstrip", method != "lstrip");
+            Ok(Value::from(strip(text, chars.as_deref(), left, right)))
         }
         "removeprefix" => {
             let prefix = args.text("prefix")?;
-            Value::from(text.strip_prefix(&*prefix).unwrap_or(text))
+            Ok(Value::from(text.strip_prefix(&*prefix).unwrap_or(text)))
         }
         "removesuffix" => {
             let suffix = args.text("suffix")?;
-            Value::from(text.strip_suffix(&*suffix).unwrap_or(text))
+            Ok(Value::from(text.strip_suffix(&*suffix).unwrap_or(text)))
         }
         "replace" => {
             let (old, new) = (args.text("old")?, args.text("new")?);
             let count = args.optional_whole("count")?.unwrap_or(-1);
-            Value::from(replace(text, &old, &new, count)?)
+            replace(text, &old, &new, count).map(Value::from)
         }
-        "startswith" | "endswith" => {
-            let fixes = args.need("prefix")?;
-            let (start, end) = bounds(&mut args, text.chars().count())?;
-            let part = part(text, start, end);
-            let holds = |fix: &Value| -> Result<bool, Error> {
-                let wrong = || failed(format!("{method}() takes a string or a tuple of strings"));
-                let fix = fix.as_str().ok_or_else(wrong)?;
-                Ok(part.is_some_and(|(_, part)| match method {
-                    "startswith" => part.starts_with(fix),
-                    _ => part.ends_with(fix),
-                }))
-            };
-            let mut found = false;
-            if fixes.is_tuple() {
-                for fix in fixes.try_iter()? {
-                    found |= holds(&fix)?;
-                }
-            } else {
-                found = holds(&fixes)?;
-            }
-            Value::from(found)
-        }
-        "find" | "rfind" | "index" | "rindex" | "count" => {
+        "startswith" => affixed(text, method, args, |part, fix| part.starts_with(fix)),
+        "endswith" => affixed(text, method, args, |part, fix| part.ends_with(fix)),
+        "count" => {
             let wanted = args.text("sub")?;
-            let (start, end) = bounds(&mut args, text.chars().count())?;
-            let part = part(text, start, end);
-            if method == "count" {
-                Value::from(part.map_or(0, |(_, part)| part.matches(&*wanted).count()))
-            } else {
-                let found = part.and_then(|(from, part)| {
-                    let at = if method.starts_with('r') {
-                        part.rfind(&*wanted)
-                    } else {
-                        part.find(&*wanted)
-                    };
-                    at.map(|at| text[..from + at].chars().count())
-                });
-                match found {
-                    Some(at) => Value::from(at),
-                    None if method.ends_with("find") => Value::from(-1),
-                    None => return Err(failed("substring not found")),
-                }
-            }
+            let (start, end) = bounds(args, text.chars().count())?;
+            let count = |(_, part): (usize, &str)| part.matches(&*wanted).count();
+            Ok(Value::from(part(text, start, end).map_or(0, count)))
         }
+        "find" | "index" => found(text, method, args, |part, wanted| part.find(wanted)),
+        "rfind" | "rindex" => found(text, method, args, |part, wanted| part.rfind(wanted)),
         "split" | "rsplit" => {
             let separator = args.optional_text("sep")?;
             let most = args.optional_whole("maxsplit")?.unwrap_or(-1);
             let most = usize::try_from(most).unwrap_or(usize::MAX);
-            split(text, separator.as_deref(), most, method == "rsplit")?
+            split(text, separator.as_deref(), most, method == "rsplit")
         }
         "splitlines" => {
             let keep = args.flag("keepends");
-            lines(text, keep).into_iter().map(Value::from).collect()
+            Ok(lines(text, keep).into_iter().map(Value::from).collect())
         }
-        "partition" | "rpartition" => {
-            let separator = args.text("sep")?;
-            if separator.is_empty() {
-                return Err(failed("empty separator"));
-            }
-            let cut = if method == "partition" {
-                text.split_once(&*separator)
-            } else {
-                text.rsplit_once(&*separator)
-            };
-            let parts = match cut {
-                Some((before, behind)) => [before, &*separator, behind],
-                None if method == "partition" => [text, "", ""],
-                None => ["", "", text],
-            };
-            Value::from(Tuple::new(parts.into_iter().map(Value::from).collect()))
-        }
-        "join" => {
-            let list = args.need("iterable")?;
-            let mut out = String::new();
-            for (at, element) in list.try_iter()?.enumerate() {
-                let Some(element) = element.as_str() else {
-                    let kind = element.kind();
-                    return Err(failed(format!(
-                        "join(): element {at} must be a string, not {kind}"
-                    )));
-                };
-                if at > 0 {
-                    out.push_str(text);
-                }
-                out.push_str(element);
-            }
-            Value::from(out)
-        }
+        "partition" | "rpartition" => partition(text, &args.text("sep")?, method == "rpartition"),
+        "join" => join(text, &args.need("iterable")?),
         "ljust" | "rjust" | "center" => {
             let width = args.whole("width")?;
-            let fill = args
-                .optional_text("fillchar")?
-                .unwrap_or_else(|| " ".into());
+            let fill = args.optional_text("fillchar")?;
+            let fill = fill.as_deref().unwrap_or(" ");
             if fill.chars().count() != 1 {
                 return Err(failed(
                     "the fill character must be exactly one character long",
                 ));
             }
-            Value::from(pad(text, width, &fill, method)?)
+            pad(text, width, fill, method).map(Value::from)
         }
-        "zfill" => {
-            let width = args.whole("width")?;
-            let (sign, digits) = match text.strip_prefix(['+', '-']) {
-                Some(digits) => (&text[..1], digits),
-                None => ("", text),
-            };
-            let width = width.saturating_sub(i64::from(!sign.is_empty()));
-            Value::from(format!("{sign}{}", pad(digits, width, "0", "rjust")?))
-        }
+        "zfill" => zero_fill(text, args.whole("width")?).map(Value::from),
         "expandtabs" => {
             let size = args.optional_whole("tabsize")?.unwrap_or(8);
-            Value::from(expand_tabs(text, size)?)
+            expand_tabs(text, size).map(Value::from)
         }
-        _ => return Err(ErrorKind::UnknownMethod.into()),
+        _ => Err(ErrorKind::UnknownMethod.into()),
+    }
+}
+
+/// `startswith` and `endswith`: of one text or one of a tuple, in a part.
+fn affixed(
+    text: &str,
+    method: &str,
+    args: &mut Args<'_>,
+    has: fn(&str, &str) -> bool,
+) -> Result<Value, Error> {
+    let fixes = args.need("prefix")?;
+    let (start, end) = bounds(args, text.chars().count())?;
+    let part = part(text, start, end);
+    let holds = |fix: &Value| -> Result<bool, Error> {
+        let wrong = || failed(format!("{method}() takes a string or a tuple of strings"));
+        let fix = fix.as_str().ok_or_else(wrong)?;
+        Ok(part.is_some_and(|(_, part)| has(part, fix)))
     };
-    args.finish()?;
-    Ok(result)
+    if !fixes.is_tuple() {
+        return holds(&fixes).map(Value::from);
+    }
+    let mut found = false;
+    for fix in fixes.try_iter()? {
+        found |= holds(&fix)?;
+    }
+    Ok(Value::from(found))
+}
+
+/// `find`, `index` and the same from the right: a place in characters.
+fn found(
+    text: &str,
+    method: &str,
+    args: &mut Args<'_>,
+    find: fn(&str, &str) -> Option<usize>,
+) -> Result<Value, Error> {
+    let wanted = args.text("sub")?;
+    let (start, end) = bounds(args, text.chars().count())?;
+    let found = part(text, start, end).and_then(|(from, part)| {
+        let at = find(part, &wanted)?;
+        Some(text[..from + at].chars().count())
+    });
+    match found {
+        Some(at) => Ok(Value::from(at)),
+        None if method.ends_with("find") => Ok(Value::from(-1)),
+        None => Err(failed("substring not found")),
+    }
+}
+
+fn partition(text: &str, separator: &str, right: bool) -> Result<Value, Error> {
+    if separator.is_empty() {
+        return Err(failed("empty separator"));
+    }
+    let cut = if right {
+        text.rsplit_once(separator)
+    } else {
+        text.split_once(separator)
+    };
+    let parts = match cut {
+        Some((before, behind)) => [before, separator, behind],
+        None if right => ["", "", text],
+        None => [text, "", ""],
+    };
+    Ok(Value::from(Tuple::new(
+        parts.into_iter().map(Value::from).collect(),
+    )))
+}
+
+fn join(separator: &str, list: &Value) -> Result<Value, Error> {
+    let mut out = String::new();
+    for (at, element) in list.try_iter()?.enumerate() {
+        let Some(element) = element.as_str() else {
+            let kind = element.kind();
+            return Err(failed(format!(
+                "join(): element {at} must be a string, not {kind}"
+            )));
+        };
+        if at > 0 {
+            out.push_str(separator);
+        }
+        out.push_str(element);
+    }
+    Ok(Value::from(out))
+}
+
+/// Fills a number with zeros behind its sign.
+fn zero_fill(text: &str, width: i64) -> Result<String, Error> {
+    let (sign, digits) = match text.strip_prefix(['+', '-']) {
+        Some(digits) => (&text[..1], digits),
+        None => ("", text),
+    };
+    let width = width.saturating_sub(i64::from(!sign.is_empty()));
+    Ok(format!("{sign}{}", pad(digits, width, "0", "rjust")?))
+}
+
+fn swap_case(text: &str) -> String {
+    text.chars().fold(String::new(), |mut out, c| {
+        if c.is_uppercase() {
+            out.extend(c.to_lowercase());
+        } else if c.is_lowercase() {
+            out.extend(c.to_uppercase());
+        } else {
+            out.push(c);
+        }
+        out
+    })
+}
+
+fn is_identifier(text: &str) -> bool {
+    let mut chars = text.chars();
+    let first = chars.next().is_some_and(|c| c == '_' || is_letter(c));
+    first && chars.all(|c| c == '_' || is_letter(c) || c.is_numeric())
 }
 
 /// `str.isalpha` of one character: letters, but not Rust's other alphabetic characters.

@@ -24,116 +24,137 @@ pub struct MessagesRequest {
 /// # Errors
 /// [`ApiError`] 400 with the field at fault.
 pub fn parse_messages(body: &[u8], counts_only: bool) -> Result<MessagesRequest, ApiError> {
-    let mut chat: Vec<(String, Tree)> = Vec::new();
-    let mut system = None;
-    let mut messages = None;
-    let mut stream = false;
-    let mut max_tokens = false;
-    let mut thinking = None;
-    read_members(
-        body,
-        |_| true,
-        |name, value| {
-            if value == Json::Null {
-                return Ok(());
-            }
-            let mut put = |name: &str, value: Tree| {
-                chat.retain(|(known, _)| known != name);
-                chat.push((name.into(), value));
-            };
-            match name {
-                "model"
-                | "temperature"
-                | "top_p"
-                | "top_k"
-                | "cache_salt"
-                | "seed"
-                | "chat_template_kwargs" => put(name, value.into_tree()),
-                "max_tokens" => {
-                    max_tokens = true;
-                    put(name, value.into_tree());
-                }
-                "stop_sequences" if !matches!(value, Json::Array(_)) => {
-                    return Err(wrong_type(name, "an array of strings", &value));
-                }
-                "stop_sequences" => put("stop", value.into_tree()),
-                "stream" => stream = super::members::boolean(name, &value)?,
-                "system" => system = system_text(name, value)?,
-                "metadata" | "thinking" if !matches!(value, Json::Object(_)) => {
-                    return Err(wrong_type(name, "an object", &value));
-                }
-                "thinking" => thinking = Some(value),
-                "messages" => messages = Some(turns(name, value)?),
-                "tools" => put(name, tools(name, value)?),
-                "tool_choice" => {
-                    let (choice, parallel) = tool_choice(name, &value)?;
-                    put(name, choice);
-                    if let Some(parallel) = parallel {
-                        put("parallel_tool_calls", Tree::Bool(parallel));
-                    }
-                }
-                "output_config" => {
-                    if let Some(schema) = output_schema(name, &value)? {
-                        put("response_format", schema);
-                    }
-                    if let Some(effort) = word_of(name, &value, "effort", &EFFORTS)? {
-                        put("reasoning_effort", Tree::Text(effort.into()));
-                    }
-                }
-                "mcp_servers" | "container" => {
-                    return Err(ApiError::unsupported(
-                        name,
-                        format!("`{name}` is not supported: nothing is run for a request"),
-                    ));
-                }
-                _ => {}
-            }
-            Ok(())
-        },
-    )?;
-    if !max_tokens && !counts_only {
-        return Err(missing("max_tokens"));
+    let mut raw = RawMessages::default();
+    read_members(body, |_| true, |name, value| raw.take(name, value))?;
+    raw.finish(counts_only)
+}
+
+/// Fields of a request as they were sent.
+#[derive(Default)]
+struct RawMessages<'a> {
+    /// Those of the chat, without its messages.
+    chat: Vec<(String, Tree)>,
+    system: Option<Tree>,
+    messages: Option<Vec<Tree>>,
+    thinking: Option<Json<'a>>,
+    stream: bool,
+}
+
+impl<'a> RawMessages<'a> {
+    /// Sets a field of the chat.
+    fn put(&mut self, name: &str, value: Tree) {
+        self.chat.retain(|(known, _)| known != name);
+        self.chat.push((name.into(), value));
     }
-    if let Some(thinking) = thinking {
-        let limit = chat.iter().find(|(name, _)| name == "max_tokens");
-        let limit =
-            limit.and_then(|(_, limit)| lax_whole(&serde_json::to_value(limit).ok()?)?.as_u64());
-        if !thinks(&thinking, limit)? {
-            chat.retain(|(name, _)| name != "reasoning_effort");
-            chat.push(("reasoning_effort".into(), Tree::Text("none".into())));
+
+    /// The value of a field of the chat.
+    fn value(&self, name: &str) -> Option<&Tree> {
+        let found = self.chat.iter().find(|(known, _)| known == name);
+        found.map(|(_, value)| value)
+    }
+
+    /// Notes a field. Null counts as not sent.
+    fn take(&mut self, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+        match name {
+            _ if value == Json::Null => {}
+            "model"
+            | "temperature"
+            | "top_p"
+            | "top_k"
+            | "cache_salt"
+            | "seed"
+            | "chat_template_kwargs"
+            | "max_tokens" => self.put(name, value.into_tree()),
+            "stop_sequences" if !matches!(value, Json::Array(_)) => {
+                return Err(wrong_type(name, "an array of strings", &value));
+            }
+            "stop_sequences" => self.put("stop", value.into_tree()),
+            "stream" => self.stream = super::members::boolean(name, &value)?,
+            "system" => self.system = system_text(name, value)?,
+            "metadata" | "thinking" if !matches!(value, Json::Object(_)) => {
+                return Err(wrong_type(name, "an object", &value));
+            }
+            "thinking" => self.thinking = Some(value),
+            "messages" => self.messages = Some(turns(name, value)?),
+            "tools" => self.put(name, tools(name, value)?),
+            "tool_choice" => {
+                let (choice, parallel) = tool_choice(name, &value)?;
+                self.put(name, choice);
+                if let Some(parallel) = parallel {
+                    self.put("parallel_tool_calls", Tree::Bool(parallel));
+                }
+            }
+            "output_config" => {
+                if let Some(schema) = output_schema(name, &value)? {
+                    self.put("response_format", schema);
+                }
+                if let Some(effort) = word_of(name, &value, "effort", &EFFORTS)? {
+                    self.put("reasoning_effort", Tree::Text(effort.into()));
+                }
+            }
+            "mcp_servers" | "container" => {
+                return Err(ApiError::unsupported(
+                    name,
+                    format!("`{name}` is not supported: nothing is run for a request"),
+                ));
+            }
+            _ => {}
         }
+        Ok(())
     }
-    // Without tools `auto` and `none` say the same.
-    let has_tools = |(name, of): &(String, Tree)| name == "tools" && *of != Tree::Array(Vec::new());
-    if !chat.iter().any(has_tools) {
+
+    /// Checks what concerns several fields, and writes the chat.
+    fn finish(mut self, counts_only: bool) -> Result<MessagesRequest, ApiError> {
+        if !counts_only && self.value("max_tokens").is_none() {
+            return Err(missing("max_tokens"));
+        }
+        if let Some(thinking) = self.thinking.take() {
+            let limit = self.value("max_tokens");
+            let limit =
+                limit.and_then(|limit| lax_whole(&serde_json::to_value(limit).ok()?)?.as_u64());
+            if !thinks(&thinking, limit)? {
+                self.put("reasoning_effort", Tree::Text("none".into()));
+            }
+        }
+        self.drop_idle_tools();
+        let mut messages = self.messages.take().ok_or_else(|| missing("messages"))?;
+        if let Some(system) = self.system.take() {
+            messages.insert(
+                0,
+                object([("role", Tree::Text("system".into())), ("content", system)]),
+            );
+        }
+        if counts_only {
+            let counted = ["model", "tools", "chat_template_kwargs", "reasoning_effort"];
+            self.chat
+                .retain(|(name, _)| counted.contains(&name.as_str()));
+        } else {
+            self.put("stream", Tree::Bool(true));
+            let counts = [
+                ("include_usage", Tree::Bool(true)),
+                ("continuous_usage_stats", Tree::Bool(true)),
+            ];
+            self.put("stream_options", object(counts));
+        }
+        self.put("messages", Tree::Array(messages));
+        Ok(MessagesRequest {
+            chat: Tree::Object(self.chat).to_json(),
+            stream: self.stream,
+        })
+    }
+
+    /// Drops an empty list of tools, and then a choice among none: `auto` and `none` say the same.
+    fn drop_idle_tools(&mut self) {
+        if self
+            .value("tools")
+            .is_some_and(|of| *of != Tree::Array(Vec::new()))
+        {
+            return;
+        }
         let is_plain = |of: &Tree| matches!(of.as_text(), Some("auto" | "none"));
-        chat.retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
+        self.chat
+            .retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
     }
-    let mut messages: Vec<Tree> = messages.ok_or_else(|| missing("messages"))?;
-    if let Some(system) = system {
-        messages.insert(
-            0,
-            object([("role", Tree::Text("system".into())), ("content", system)]),
-        );
-    }
-    if counts_only {
-        chat.retain(|(name, _)| {
-            matches!(
-                name.as_str(),
-                "model" | "tools" | "chat_template_kwargs" | "reasoning_effort"
-            )
-        });
-    } else {
-        chat.push(("stream".into(), Tree::Bool(true)));
-        let counts = [
-            ("include_usage", Tree::Bool(true)),
-            ("continuous_usage_stats", Tree::Bool(true)),
-        ];
-        chat.push(("stream_options".into(), object(counts)));
-    }
-    chat.push(("messages".into(), Tree::Array(messages)));
-    let chat = Tree::Object(chat).to_json();
-    Ok(MessagesRequest { chat, stream })
 }
 
 /// Values of `output_config.effort`.

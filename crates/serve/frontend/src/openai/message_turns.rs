@@ -66,161 +66,198 @@ pub(super) fn turns(path: &str, value: Json<'_>) -> Result<Vec<Tree>, ApiError> 
         .map_err(|other| wrong_type(path, "an array of messages", &other))?;
     let mut messages = Vec::with_capacity(elements.len());
     for (at, element) in elements.into_iter().enumerate() {
-        let path = format!("{path}.{at}");
-        let Json::Object(members) = element else {
-            return Err(wrong_type(&path, "an object", &element));
-        };
-        let mut role = None;
-        let mut content = None;
-        for (name, value) in members {
-            match &*name {
-                "role" => role = Some(text(&format!("{path}.role"), value)?.into_owned()),
-                "content" => content = Some(value),
-                _ => {}
-            }
-        }
-        let role = role.ok_or_else(|| missing(&format!("{path}.role")))?;
-        if !matches!(role.as_str(), "user" | "assistant" | "system") {
-            return Err(ApiError::invalid(
-                format!("{path}.role"),
-                format!("`{path}.role` must be `user`, `assistant` or `system`"),
-            ));
-        }
-        let path = format!("{path}.content");
-        match content.ok_or_else(|| missing(&path))? {
-            Json::Text(text)
-                if role == "system" && (text.is_empty() || text.starts_with(BILLING)) => {}
-            Json::Text(text) => {
-                let content = Tree::Text(text.into_owned());
-                messages.push(object([("role", Tree::Text(role)), ("content", content)]));
-            }
-            content if role == "system" => {
-                let content = system_text(&path, content)?;
-                messages.extend(
-                    content
-                        .map(|content| object([("role", Tree::Text(role)), ("content", content)])),
-                );
-            }
-            content => turn(&path, role, content, &mut messages)?,
-        }
+        messages.extend(messages_of(&format!("{path}.{at}"), element)?);
     }
     Ok(messages)
 }
 
-fn turn(
-    path: &str,
+/// The messages of a chat that a turn becomes.
+fn messages_of(path: &str, turn: Json<'_>) -> Result<Vec<Tree>, ApiError> {
+    let Json::Object(members) = turn else {
+        return Err(wrong_type(path, "an object", &turn));
+    };
+    let mut role = None;
+    let mut content = None;
+    for (name, value) in members {
+        match &*name {
+            "role" => role = Some(text(&format!("{path}.role"), value)?.into_owned()),
+            "content" => content = Some(value),
+            _ => {}
+        }
+    }
+    let role = role.ok_or_else(|| missing(&format!("{path}.role")))?;
+    if !matches!(role.as_str(), "user" | "assistant" | "system") {
+        return Err(ApiError::invalid(
+            format!("{path}.role"),
+            format!("`{path}.role` must be `user`, `assistant` or `system`"),
+        ));
+    }
+    let path = format!("{path}.content");
+    let content = content.ok_or_else(|| missing(&path))?;
+    let message =
+        |content: Tree| object([("role", Tree::Text(role.clone())), ("content", content)]);
+    match content {
+        Json::Text(text) if role == "system" && (text.is_empty() || text.starts_with(BILLING)) => {
+            Ok(Vec::new())
+        }
+        Json::Text(text) => Ok(vec![message(Tree::Text(text.into_owned()))]),
+        content if role == "system" => {
+            let content = system_text(&path, content)?;
+            Ok(content.into_iter().map(message).collect())
+        }
+        content => {
+            let blocks = content
+                .into_elements()
+                .map_err(|other| wrong_type(&path, "a string or an array of blocks", &other))?;
+            let mut turn = Turn::of(role);
+            for (at, block) in blocks.into_iter().enumerate() {
+                turn.take(&format!("{path}.{at}"), block)?;
+            }
+            Ok(turn.finish())
+        }
+    }
+}
+
+/// A turn whose blocks are read.
+struct Turn {
     role: String,
-    content: Json<'_>,
-    messages: &mut Vec<Tree>,
-) -> Result<(), ApiError> {
-    let blocks = content
-        .into_elements()
-        .map_err(|other| wrong_type(path, "a string or an array of blocks", &other))?;
-    let mut parts = Vec::new();
-    let mut images = 0;
-    let mut calls = Vec::new();
-    let mut thoughts = String::new();
-    for (at, block) in blocks.into_iter().enumerate() {
-        let path = format!("{path}.{at}");
+    /// Messages that come first: results of tools.
+    results: Vec<Tree>,
+    /// Texts and images.
+    parts: Vec<Tree>,
+    has_images: bool,
+    calls: Vec<Tree>,
+    thoughts: String,
+}
+
+impl Turn {
+    fn of(role: String) -> Turn {
+        Turn {
+            role,
+            results: Vec::new(),
+            parts: Vec::new(),
+            has_images: false,
+            calls: Vec::new(),
+            thoughts: String::new(),
+        }
+    }
+
+    fn take(&mut self, path: &str, block: Json<'_>) -> Result<(), ApiError> {
         let result = block.member("content").cloned();
         let block = block.into_tree();
-        // A text, which may be absent.
-        let word = |name: &str| match block.get(name) {
-            None | Some(Tree::Null) => Ok(Tree::Text(String::new())),
-            Some(word @ Tree::Text(_)) => Ok(word.clone()),
-            Some(_) => Err(ApiError::invalid(
-                format!("{path}.{name}"),
-                format!("`{path}.{name}` must be a string"),
-            )),
-        };
-        match kind(&path, &block)? {
+        match kind(path, &block)? {
             "text" => {
-                let text = block_text(&path, &block)?.filter(|text| !text.is_empty());
-                parts.extend(text.map(|text| text_part(Tree::Text(text.into()))));
+                let text = block_text(path, &block)?.filter(|text| !text.is_empty());
+                let part = text.map(|text| text_part(Tree::Text(text.into())));
+                self.parts.extend(part);
             }
             "image" => {
-                images += 1;
-                parts.push(image_part(&path, &block)?);
+                self.has_images = true;
+                self.parts.push(image_part(path, &block)?);
             }
-            "tool_use" => {
-                let input = match block.get("input") {
-                    None | Some(Tree::Null) => Tree::Object(Vec::new()),
-                    Some(input @ Tree::Object(_)) => input.clone(),
-                    Some(_) => {
-                        return Err(ApiError::invalid(
-                            format!("{path}.input"),
-                            format!("`{path}.input` must be an object"),
-                        ));
-                    }
-                };
-                let mut arguments = String::new();
-                input.write(&mut arguments);
-                let function = [
-                    ("name", word("name")?),
-                    ("arguments", Tree::Text(arguments)),
-                ];
-                calls.push(object([
-                    ("id", word("id")?),
-                    ("type", Tree::Text("function".into())),
-                    ("function", object(function)),
-                ]));
-            }
-            "tool_result" if role == "user" => {
-                let (content, shown) = match result {
+            "tool_use" => self.calls.push(call(path, &block)?),
+            "tool_result" => {
+                let (text, images) = match result {
                     None | Some(Json::Null) => (String::new(), Vec::new()),
                     Some(content) => tool_result(&format!("{path}.content"), content)?,
                 };
-                messages.push(object([
-                    ("role", Tree::Text("tool".into())),
-                    ("tool_call_id", word("tool_use_id")?),
-                    ("content", Tree::Text(content)),
-                ]));
-                if !shown.is_empty() {
-                    // As in vLLM: templates take images from users only.
-                    messages.push(object([
-                        ("role", Tree::Text("user".into())),
-                        ("content", Tree::Array(shown)),
-                    ]));
+                if self.role == "user" {
+                    self.result(word(path, &block, "tool_use_id")?, text, images);
+                } else {
+                    // As in vLLM: the text of the result, for want of a call that it could belong to.
+                    let text = format!("Tool result: {text}");
+                    self.parts.push(text_part(Tree::Text(text)));
                 }
             }
-            // As in vLLM: the text of the result, for want of a call that it could belong to.
-            "tool_result" => {
-                let content = match result {
-                    None | Some(Json::Null) => String::new(),
-                    Some(content) => tool_result(&format!("{path}.content"), content)?.0,
-                };
-                parts.push(text_part(Tree::Text(format!("Tool result: {content}"))));
-            }
             "thinking" => {
-                if let Tree::Text(thought) = word("thinking")? {
-                    thoughts.push_str(&thought);
+                if let Tree::Text(thought) = word(path, &block, "thinking")? {
+                    self.thoughts.push_str(&thought);
                 }
             }
             "redacted_thinking" | "tool_reference" => {}
-            other => return Err(unsupported_block(&path, other)),
+            other => return Err(unsupported_block(path, other)),
+        }
+        Ok(())
+    }
+
+    /// Adds a result of a tool, with its images apart: as in vLLM, templates take images from users only.
+    fn result(&mut self, call: Tree, text: String, images: Vec<Tree>) {
+        self.results.push(object([
+            ("role", Tree::Text("tool".into())),
+            ("tool_call_id", call),
+            ("content", Tree::Text(text)),
+        ]));
+        if !images.is_empty() {
+            self.results.push(object([
+                ("role", Tree::Text("user".into())),
+                ("content", Tree::Array(images)),
+            ]));
         }
     }
-    // As in vLLM: nothing that a user said is no message.
-    if role != "user" || !parts.is_empty() {
-        let content = if images > 0 {
-            Tree::Array(parts)
+
+    /// The messages of the chat.
+    fn finish(self) -> Vec<Tree> {
+        let mut messages = self.results;
+        // As in vLLM: nothing that a user said is no message.
+        if self.role == "user" && self.parts.is_empty() {
+            return messages;
+        }
+        let content = if self.has_images {
+            Tree::Array(self.parts)
         } else {
-            let texts = parts.iter().filter_map(|part| part.get("text")?.as_text());
+            let texts = self.parts.iter();
+            let texts = texts.filter_map(|part| part.get("text")?.as_text());
             Tree::Text(texts.collect::<Vec<_>>().join("\n"))
         };
         let mut message = vec![
-            ("role".to_owned(), Tree::Text(role)),
+            ("role".to_owned(), Tree::Text(self.role)),
             ("content".to_owned(), content),
         ];
-        if !calls.is_empty() {
-            message.push(("tool_calls".to_owned(), Tree::Array(calls)));
+        if !self.calls.is_empty() {
+            message.push(("tool_calls".to_owned(), Tree::Array(self.calls)));
         }
-        if !thoughts.is_empty() {
-            message.push(("reasoning".to_owned(), Tree::Text(thoughts)));
+        if !self.thoughts.is_empty() {
+            message.push(("reasoning".to_owned(), Tree::Text(self.thoughts)));
         }
         messages.push(Tree::Object(message));
+        messages
     }
-    Ok(())
+}
+
+/// The text under `name`, which may be absent.
+fn word(path: &str, block: &Tree, name: &str) -> Result<Tree, ApiError> {
+    match block.get(name) {
+        None | Some(Tree::Null) => Ok(Tree::Text(String::new())),
+        Some(word @ Tree::Text(_)) => Ok(word.clone()),
+        Some(_) => Err(ApiError::invalid(
+            format!("{path}.{name}"),
+            format!("`{path}.{name}` must be a string"),
+        )),
+    }
+}
+
+/// The chat's call of a tool for a block of type `tool_use`.
+fn call(path: &str, block: &Tree) -> Result<Tree, ApiError> {
+    let mut arguments = String::new();
+    match block.get("input") {
+        None | Some(Tree::Null) => arguments.push_str("{}"),
+        Some(input @ Tree::Object(_)) => input.write(&mut arguments),
+        Some(_) => {
+            return Err(ApiError::invalid(
+                format!("{path}.input"),
+                format!("`{path}.input` must be an object"),
+            ));
+        }
+    }
+    let function = [
+        ("name", word(path, block, "name")?),
+        ("arguments", Tree::Text(arguments)),
+    ];
+    Ok(object([
+        ("id", word(path, block, "id")?),
+        ("type", Tree::Text("function".into())),
+        ("function", object(function)),
+    ]))
 }
 
 /// Text and images of a tool's result, apart.

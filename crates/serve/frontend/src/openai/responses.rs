@@ -167,133 +167,186 @@ pub fn previous_response_id(body: &[u8]) -> Result<Option<String>, ApiError> {
 /// # Errors
 /// [`ApiError`] 400 with the field at fault.
 pub fn parse_responses(body: &[u8], previous: Option<&[u8]>) -> Result<ResponsesRequest, ApiError> {
-    let mut chat: Vec<(String, Tree)> = Vec::new();
-    let mut repeated = Map::new();
-    let mut instructions = None;
-    let mut input = None;
-    let (mut stream, mut store) = (false, true);
-    let (mut logprobs, mut top_logprobs) = (false, None);
-    let mut request_id = None;
+    let mut raw = RawResponse::default();
     read_members(
         body,
         |name| FIELDS.iter().any(|(known, _)| *known == name),
-        |name, value| {
-            if value == Json::Null {
-                return Ok(());
-            }
-            let rule = FIELDS.iter().find(|(known, _)| *known == name);
-            let rule = rule.expect("only known fields are read").1;
-            let mut put = |name: &str, value: Tree| {
-                chat.retain(|(known, _)| known != name);
-                chat.push((name.into(), value));
-            };
-            if repeats(name) {
-                repeated.insert(name.into(), value.clone().into_owned());
-            }
-            match (name, rule) {
-                (_, Rule::Repeated) => check_repeated(name, &value)?,
-                (_, Rule::Refused(_)) if is_harmless(name, &value) => {}
-                (_, Rule::Refused(hint)) => {
-                    return Err(ApiError::unsupported(
-                        name,
-                        format!("`{name}` is not supported: {hint}"),
-                    ));
-                }
-                ("request_id", _) => {
-                    let id = text(name, value)?.into_owned();
-                    put(name, Tree::Text(id.clone()));
-                    request_id = Some(id);
-                }
-                (_, Rule::Chat(to)) => put(to, value.into_tree()),
-                ("stream", _) => stream = boolean(name, &value)?,
-                ("store", _) => store = boolean(name, &value)?,
-                ("instructions", _) => instructions = Some(text(name, value)?.into_owned()),
-                ("input", _) => input = Some(input_items(name, value)?),
-                ("text", _) => {
-                    if let Some(format) = text_format(name, &value)? {
-                        put("response_format", format);
-                    }
-                }
-                ("tools", _) => put(name, tools(name, value)?),
-                ("tool_choice", _) => put(name, tool_choice(name, value)?),
-                ("include", _) => logprobs = includes_logprobs(name, value)?,
-                ("top_logprobs", _) => {
-                    // Its range counts if log probabilities are included.
-                    if !value.as_whole().is_number()
-                        || matches!(value, Json::Real(n) if n.fract() != 0.0)
-                    {
-                        whole(name, &value, 0, LOGPROBS_MAX)?;
-                    }
-                    top_logprobs = Some(value);
-                }
-                // It was read before.
-                _ => {}
-            }
-            Ok(())
-        },
+        |name, value| raw.take(name, value),
     )?;
-    if logprobs {
-        chat.push(("logprobs".into(), Tree::Bool(true)));
-        if let Some(top) = top_logprobs {
-            let top = whole("top_logprobs", &top, 0, LOGPROBS_MAX)?;
-            chat.push(("top_logprobs".into(), Tree::Number(top.into())));
+    raw.finish(previous)
+}
+
+/// Fields of a request as they were sent.
+#[derive(Default)]
+struct RawResponse<'a> {
+    /// Those of the chat, without its messages.
+    chat: Vec<(String, Tree)>,
+    repeated: Map<String, Value>,
+    instructions: Option<String>,
+    input: Option<Vec<Tree>>,
+    stream: bool,
+    store: Option<bool>,
+    logprobs: bool,
+    top_logprobs: Option<Json<'a>>,
+    request_id: Option<String>,
+}
+
+impl<'a> RawResponse<'a> {
+    /// Sets a field of the chat.
+    fn put(&mut self, name: &str, value: Tree) {
+        self.chat.retain(|(known, _)| known != name);
+        self.chat.push((name.into(), value));
+    }
+
+    /// Notes a field that is in the table. Null counts as not sent.
+    fn take(&mut self, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+        if value == Json::Null {
+            return Ok(());
+        }
+        let rule = FIELDS.iter().find(|(known, _)| *known == name);
+        let rule = rule.expect("only known fields are read").1;
+        if repeats(name) {
+            self.repeated
+                .insert(name.into(), value.clone().into_owned());
+        }
+        match rule {
+            Rule::Repeated => check_repeated(name, &value),
+            Rule::Refused(_) if is_harmless(name, &value) => Ok(()),
+            Rule::Refused(hint) => Err(ApiError::unsupported(
+                name,
+                format!("`{name}` is not supported: {hint}"),
+            )),
+            Rule::Chat(to) if to == "request_id" => {
+                let id = text(name, value)?.into_owned();
+                self.put(name, Tree::Text(id.clone()));
+                self.request_id = Some(id);
+                Ok(())
+            }
+            Rule::Chat(to) => {
+                self.put(to, value.into_tree());
+                Ok(())
+            }
+            Rule::Used => self.take_used(name, value),
         }
     }
-    // Without tools `auto` and `none` say the same; clients send the default.
-    let is_plain = |choice: &Tree| matches!(choice.as_text(), Some("auto" | "none"));
-    if !chat
-        .iter()
-        .any(|(name, of)| name == "tools" && *of != Tree::Array(Vec::new()))
-    {
-        chat.retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
+
+    /// Notes a field that becomes something else than the chat's of its name.
+    fn take_used(&mut self, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+        match name {
+            "stream" => self.stream = boolean(name, &value)?,
+            "store" => self.store = Some(boolean(name, &value)?),
+            "instructions" => self.instructions = Some(text(name, value)?.into_owned()),
+            "input" => self.input = Some(input_items(name, value)?),
+            "text" => {
+                if let Some(format) = text_format(name, &value)? {
+                    self.put("response_format", format);
+                }
+            }
+            "tools" => self.put(name, tools(name, value)?),
+            "tool_choice" => self.put(name, tool_choice(name, value)?),
+            "include" => self.logprobs = includes_logprobs(name, value)?,
+            "top_logprobs" => {
+                // Its range counts if log probabilities are included.
+                if !value.as_whole().is_number()
+                    || matches!(value, Json::Real(n) if n.fract() != 0.0)
+                {
+                    whole(name, &value, 0, LOGPROBS_MAX)?;
+                }
+                self.top_logprobs = Some(value);
+            }
+            // It was read before.
+            _ => {}
+        }
+        Ok(())
     }
-    chat.push(("stream".into(), Tree::Bool(true)));
-    let counts = object([("include_usage", Tree::Bool(true))]);
-    chat.push(("stream_options".into(), counts));
-    let echo_bytes = Value::Object(repeated.clone()).to_string().len();
-    if echo_bytes > ECHO_BYTES_MAX {
-        return Err(ApiError::invalid(
-            "tools",
-            format!(
-                "the fields that a response repeats (`tools`, `metadata` and others) have {echo_bytes} \
-                 bytes; the limit is {ECHO_BYTES_MAX}"
-            ),
-        ));
+
+    /// Checks what concerns several fields, and writes the chat behind `previous`.
+    fn finish(mut self, previous: Option<&[u8]>) -> Result<ResponsesRequest, ApiError> {
+        if self.logprobs {
+            self.put("logprobs", Tree::Bool(true));
+            if let Some(top) = self.top_logprobs.take() {
+                let top = whole("top_logprobs", &top, 0, LOGPROBS_MAX)?;
+                self.put("top_logprobs", Tree::Number(top.into()));
+            }
+        }
+        self.drop_idle_tools();
+        self.put("stream", Tree::Bool(true));
+        self.put(
+            "stream_options",
+            object([("include_usage", Tree::Bool(true))]),
+        );
+        check_repeated_bytes(&self.repeated)?;
+        let items = self.input.take().ok_or_else(|| missing("input"))?;
+        let history = joined(previous, &items);
+        Ok(ResponsesRequest {
+            chat: self.chat_of(&history),
+            history,
+            stream: self.stream,
+            store: self.store.unwrap_or(true),
+            request_id: self.request_id,
+            repeated: self.repeated,
+        })
     }
-    let items: Vec<Tree> = input.ok_or_else(|| missing("input"))?;
+
+    /// Drops an empty list of tools, and then a choice among none: `auto` and `none` say the same, and clients send the
+    /// default.
+    fn drop_idle_tools(&mut self) {
+        let is_used =
+            |(name, of): &(String, Tree)| name == "tools" && *of != Tree::Array(Vec::new());
+        if self.chat.iter().any(is_used) {
+            return;
+        }
+        let is_plain = |choice: &Tree| matches!(choice.as_text(), Some("auto" | "none"));
+        self.chat
+            .retain(|(name, of)| name != "tools" && (name != "tool_choice" || !is_plain(of)));
+    }
+
+    /// The chat's body. Its messages are the instructions and `history`, which is copied as it is stored.
+    fn chat_of(&mut self, history: &[u8]) -> Vec<u8> {
+        let mut chat = Tree::Object(std::mem::take(&mut self.chat)).to_json();
+        chat.pop();
+        chat.extend_from_slice(b",\"messages\":[");
+        if let Some(instructions) = self.instructions.take() {
+            let system = [
+                ("role", Tree::Text("system".into())),
+                ("content", Tree::Text(instructions)),
+            ];
+            chat.extend(object(system).to_json());
+            if !history.is_empty() {
+                chat.push(b',');
+            }
+        }
+        chat.extend_from_slice(history);
+        chat.extend_from_slice(b"]}");
+        chat
+    }
+}
+
+/// Messages as JSON with commas between them: those of `previous`, and `items`.
+fn joined(previous: Option<&[u8]>, items: &[Tree]) -> Vec<u8> {
     let mut history = previous.map(<[u8]>::to_vec).unwrap_or_default();
-    for item in &items {
+    for item in items {
         if !history.is_empty() {
             history.push(b',');
         }
         history.extend(item.to_json());
     }
-    let mut messages = Vec::with_capacity(history.len() + 64);
-    if let Some(instructions) = instructions {
-        let system = [
-            ("role", Tree::Text("system".into())),
-            ("content", Tree::Text(instructions)),
-        ];
-        messages.extend(object(system).to_json());
-        if !history.is_empty() {
-            messages.push(b',');
-        }
+    history
+}
+
+/// Checks the size of what the response repeats.
+fn check_repeated_bytes(repeated: &Map<String, Value>) -> Result<(), ApiError> {
+    let bytes = Value::Object(repeated.clone()).to_string().len();
+    if bytes > ECHO_BYTES_MAX {
+        return Err(ApiError::invalid(
+            "tools",
+            format!(
+                "the fields that a response repeats (`tools`, `metadata` and others) have {bytes} \
+                 bytes; the limit is {ECHO_BYTES_MAX}"
+            ),
+        ));
     }
-    messages.extend_from_slice(&history);
-    // The conversation is copied as it is stored.
-    let mut whole = Tree::Object(chat).to_json();
-    whole.pop();
-    whole.extend_from_slice(b",\"messages\":[");
-    whole.extend_from_slice(&messages);
-    whole.extend_from_slice(b"]}");
-    Ok(ResponsesRequest {
-        chat: whole,
-        history,
-        stream,
-        store,
-        request_id,
-        repeated,
-    })
+    Ok(())
 }
 
 /// Checks a field that the response repeats.

@@ -2,14 +2,77 @@
 
 use slipstream_structured::Tree;
 
-use super::ApiError;
 use super::error::clip;
-use super::members::{text, tokens, wrong_type};
-use super::request::PromptInput;
+use super::members::{boolean, missing, text, tokens, wrong_type};
+use super::messages::{messages, opens_turn};
+use super::request::{Input, PromptInput};
 use super::value::Json;
+use super::{ApiError, CompletionApi};
+use crate::text::Message;
+
+/// Fields of the prompt as they were sent.
+#[derive(Default)]
+pub(super) struct RawPrompt<'a> {
+    messages: Option<Vec<Message<'a>>>,
+    prompts: Option<Vec<PromptInput<'a>>>,
+    add_generation_prompt: Option<bool>,
+    continue_final_message: bool,
+    template_kwargs: Vec<(String, Tree)>,
+    reasoning_effort: Option<String>,
+    add_special_tokens: Option<bool>,
+}
+
+impl<'a> RawPrompt<'a> {
+    /// The fields that it takes.
+    pub(super) const FIELDS: [&'static str; 7] = [
+        "messages",
+        "prompt",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "reasoning_effort",
+    ];
+
+    /// Notes one of [`FIELDS`](Self::FIELDS).
+    pub(super) fn take(&mut self, name: &str, value: Json<'a>) -> Result<(), ApiError> {
+        match name {
+            "messages" => self.messages = Some(messages(name, value)?),
+            "prompt" => self.prompts = Some(prompts(name, value)?),
+            "add_special_tokens" => self.add_special_tokens = Some(boolean(name, &value)?),
+            "add_generation_prompt" => self.add_generation_prompt = Some(boolean(name, &value)?),
+            "continue_final_message" => self.continue_final_message = boolean(name, &value)?,
+            "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
+            _ => self.reasoning_effort = Some(reasoning_effort(name, value)?),
+        }
+        Ok(())
+    }
+
+    /// The prompt, and whether it gets tokens such as BOS.
+    pub(super) fn finish(self, kind: CompletionApi) -> Result<(Input<'a>, bool), ApiError> {
+        let special = self.add_special_tokens;
+        let special = special.unwrap_or(kind == CompletionApi::Completion);
+        let input = match kind {
+            CompletionApi::Chat => Input::Chat {
+                continue_final_message: self.continue_final_message,
+                add_generation_prompt: opens_turn(
+                    self.continue_final_message,
+                    self.add_generation_prompt,
+                    self.messages.as_ref().and_then(|messages| messages.last()),
+                )?,
+                messages: self.messages.ok_or_else(|| missing("messages"))?,
+                template_kwargs: with_effort(self.template_kwargs, self.reasoning_effort),
+            },
+            CompletionApi::Completion => {
+                Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?)
+            }
+        };
+        Ok((input, special))
+    }
+}
 
 /// A `reasoning_effort`. Source: `ReasoningEffort` in `vllm/renderers/params.py`.
-pub(super) fn reasoning_effort(path: &str, value: Json<'_>) -> Result<String, ApiError> {
+fn reasoning_effort(path: &str, value: Json<'_>) -> Result<String, ApiError> {
     const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
     let effort = text(path, value)?;
     if EFFORTS.contains(&&*effort) {
@@ -27,10 +90,7 @@ pub(super) fn reasoning_effort(path: &str, value: Json<'_>) -> Result<String, Ap
 
 /// The template's variables with those of an effort. Source: `build_chat_params` in
 /// `vllm/entrypoints/openai/chat_completion/protocol.py`.
-pub(super) fn with_effort(
-    mut kwargs: Vec<(String, Tree)>,
-    effort: Option<String>,
-) -> Vec<(String, Tree)> {
+fn with_effort(mut kwargs: Vec<(String, Tree)>, effort: Option<String>) -> Vec<(String, Tree)> {
     let Some(effort) = effort else {
         return kwargs;
     };

@@ -8,8 +8,7 @@ use slipstream_structured::Tree;
 use super::fields::{self, Rule};
 use super::form::{Form, RawForm, form_field};
 use super::members::{boolean, missing, read_members, real, text, tokens, whole, wrong_type};
-use super::messages::{messages, opens_turn};
-use super::prompt::{prompts, reasoning_effort, template_kwargs, with_effort};
+use super::prompt::RawPrompt;
 use super::sampling::Sampling;
 use super::value::Json;
 use super::{ApiError, CompletionApi};
@@ -198,43 +197,54 @@ fn parse(kind: CompletionApi, body: &[u8]) -> Result<ApiRequest<'_>, ApiError> {
 /// Values of the fields as they were sent, types checked.
 struct Raw<'a> {
     model: Option<Cow<'a, str>>,
-    messages: Option<Vec<Message<'a>>>,
-    prompts: Option<Vec<PromptInput<'a>>>,
+    prompt: RawPrompt<'a>,
+    form: RawForm,
+    sampling: Sampling,
+    logprobs: RawLogprobs,
     stream_options: Option<StreamOptions>,
     max_completion_tokens: Option<u32>,
     best_of: Option<u32>,
-    chat_logprobs: bool,
-    top_logprobs: Option<u32>,
-    completion_logprobs: Option<u32>,
-    add_generation_prompt: Option<bool>,
-    continue_final_message: bool,
-    template_kwargs: Vec<(String, Tree)>,
-    reasoning_effort: Option<String>,
-    add_special_tokens: Option<bool>,
-    form: RawForm,
-    sampling: Sampling,
     params: RequestParams,
+}
+
+/// Fields of log probabilities.
+#[derive(Default)]
+struct RawLogprobs {
+    /// `logprobs` of a chat.
+    chat: bool,
+    /// `top_logprobs`
+    top: Option<u32>,
+    /// `logprobs` of a completion.
+    completion: Option<u32>,
+}
+
+impl RawLogprobs {
+    fn finish(&self, kind: CompletionApi) -> Result<Option<LogprobsWish>, ApiError> {
+        match kind {
+            CompletionApi::Completion => Ok(self.completion.map(|top| LogprobsWish { top })),
+            CompletionApi::Chat if self.chat => Ok(Some(LogprobsWish {
+                top: self.top.unwrap_or(0),
+            })),
+            CompletionApi::Chat if self.top.is_some_and(|top| top > 0) => Err(ApiError::invalid(
+                "top_logprobs",
+                "`top_logprobs` needs `logprobs: true`; set it, or leave `top_logprobs` out",
+            )),
+            CompletionApi::Chat => Ok(None),
+        }
+    }
 }
 
 impl<'a> Raw<'a> {
     fn new() -> Self {
         Raw {
             model: None,
-            messages: None,
-            prompts: None,
+            prompt: RawPrompt::default(),
+            form: RawForm::default(),
+            sampling: Sampling::default(),
+            logprobs: RawLogprobs::default(),
             stream_options: None,
             max_completion_tokens: None,
             best_of: None,
-            chat_logprobs: false,
-            top_logprobs: None,
-            completion_logprobs: None,
-            add_generation_prompt: None,
-            continue_final_message: false,
-            template_kwargs: Vec::new(),
-            reasoning_effort: None,
-            add_special_tokens: None,
-            form: RawForm::default(),
-            sampling: Sampling::default(),
             params: RequestParams {
                 stream: false,
                 include_usage: false,
@@ -287,112 +297,29 @@ impl<'a> Raw<'a> {
         if let Some(field) = form_field(name) {
             return self.form.take(field, value);
         }
-        let params = &mut self.params;
+        if RawPrompt::FIELDS.contains(&name) {
+            return self.prompt.take(name, value);
+        }
+        if Sampling::FIELDS.contains(&name) {
+            return self.sampling.take(name, &value);
+        }
         match name {
             "model" => self.model = model(name, value)?,
-            "messages" => self.messages = Some(messages(name, value)?),
-            "prompt" => self.prompts = Some(prompts(name, value)?),
-            "stream" => params.stream = boolean(name, &value)?,
             // As in vLLM, an empty one is none.
             "stream_options" if matches!(&value, Json::Object(members) if members.is_empty()) => {}
             "stream_options" => self.stream_options = Some(stream_options(name, &value)?),
-            "n" => params.n = whole(name, &value, 1, N_MAX)?,
-            // 0 has a meaning with `echo`, which may follow.
-            "max_tokens" if kind == CompletionApi::Completion => {
-                params.max_tokens = Some(whole(name, &value, 0, u32::MAX)?);
-            }
-            "max_tokens" => params.max_tokens = Some(whole(name, &value, 1, u32::MAX)?),
             "max_completion_tokens" => {
                 self.max_completion_tokens = Some(whole(name, &value, 1, u32::MAX)?);
             }
-            "min_tokens" => params.min_tokens = whole(name, &value, 0, u32::MAX)?,
-            "ignore_eos" => params.ignore_eos = boolean(name, &value)?,
-            "stop" => params.stop = stops(name, value)?,
-            "stop_token_ids" => params.stop_token_ids = stop_tokens(name, value)?,
-            "include_stop_str_in_output" => {
-                params.include_stop_str_in_output = boolean(name, &value)?;
-            }
-            "seed" => params.seed = Some(seed(name, &value)?),
             "logprobs" => match kind {
-                CompletionApi::Chat => self.chat_logprobs = boolean(name, &value)?,
+                CompletionApi::Chat => self.logprobs.chat = boolean(name, &value)?,
                 CompletionApi::Completion => {
-                    self.completion_logprobs = Some(top_count(name, &value)?);
+                    self.logprobs.completion = Some(top_count(name, &value)?);
                 }
             },
-            "top_logprobs" => self.top_logprobs = Some(top_count(name, &value)?),
-            "echo" => params.echo = boolean(name, &value)?,
-            "add_special_tokens" => self.add_special_tokens = Some(boolean(name, &value)?),
-            "add_generation_prompt" => self.add_generation_prompt = Some(boolean(name, &value)?),
-            "continue_final_message" => self.continue_final_message = boolean(name, &value)?,
-            "chat_template_kwargs" => self.template_kwargs = template_kwargs(name, value)?,
-            "reasoning_effort" => {
-                self.reasoning_effort = Some(reasoning_effort(name, value)?);
-            }
-            "priority" => params.priority = priority(name, &value)?,
-            "user" => params.user = name_text(name, value)?,
-            "request_id" => {
-                let id = name_text(name, value)?;
-                params.request_id = id.map(|id| printable(name, id)).transpose()?;
-            }
-            "cache_salt" => {
-                let salt = name_text(name, value)?;
-                params.cache_salt = Some(checked_salt(name, salt)?);
-            }
-            "return_token_ids" => params.return_token_ids = boolean(name, &value)?,
+            "top_logprobs" => self.logprobs.top = Some(top_count(name, &value)?),
             "best_of" => self.best_of = Some(whole(name, &value, 1, N_MAX)?),
-            // Samplers are not modelled: their settings must make sense, and change nothing unless they
-            // leave the most likely token alone.
-            "temperature" => {
-                let range = |t| (0.0..=2.0).contains(&t);
-                self.sampling.temperature = real(name, &value, range, "from 0 to 2")?;
-            }
-            "top_p" => {
-                let range = |p| p > 0.0 && p <= 1.0;
-                self.sampling.top_p = real(name, &value, range, "above 0 and up to 1")?;
-            }
-            "top_k" => {
-                let range = |k: f64| k >= -1.0 && k.fract() == 0.0;
-                let wanted = "a whole number from -1 (0 and -1: all)";
-                // Texts such as "1e2" are real numbers only.
-                let value = value.as_whole();
-                if matches!(&*value, Json::Text(_)) {
-                    return Err(wrong_type(name, wanted, &value));
-                }
-                self.sampling.top_k = real(name, &value, range, wanted)?;
-            }
-            "min_p" => {
-                let range = |p| (0.0..=1.0).contains(&p);
-                self.sampling.min_p = real(name, &value, range, "from 0 to 1")?;
-            }
-            "frequency_penalty" | "presence_penalty" => {
-                real(name, &value, |p| (-2.0..=2.0).contains(&p), "from -2 to 2")?;
-            }
-            "logit_bias" => {
-                let (banned, forced) = logit_bias(name, &value)?;
-                let limits = params.vocab.get_or_insert_default();
-                (limits.banned, limits.forced) = (banned, forced);
-            }
-            "allowed_token_ids" => {
-                let mut allowed = stop_tokens(name, value)?;
-                // As in vLLM. No limit at all would be its opposite.
-                if allowed.is_empty() {
-                    return Err(ApiError::invalid(
-                        name,
-                        "`allowed_token_ids` is empty, so no token could be answered; name at least one \
-                         token, or leave it out",
-                    ));
-                }
-                allowed.sort_unstable();
-                params.vocab.get_or_insert_default().allowed = allowed;
-            }
-            "prompt_logprobs" => {
-                let top = top_count(name, &value)?;
-                params.prompt_logprobs = Some(LogprobsWish { top });
-            }
-            "repetition_penalty" => {
-                real(name, &value, |p| p > 0.0 && p.is_finite(), "above 0")?;
-            }
-            other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
+            _ => self.params.take(kind, name, value)?,
         }
         Ok(())
     }
@@ -400,42 +327,100 @@ impl<'a> Raw<'a> {
     /// Checks what concerns several fields.
     fn finish(self, kind: CompletionApi) -> Result<ApiRequest<'a>, ApiError> {
         let mut params = self.params;
-        let input = match kind {
-            CompletionApi::Chat => Input::Chat {
-                continue_final_message: self.continue_final_message,
-                add_generation_prompt: opens_turn(
-                    self.continue_final_message,
-                    self.add_generation_prompt,
-                    self.messages.as_ref().and_then(|messages| messages.last()),
-                )?,
-                messages: self.messages.ok_or_else(|| missing("messages"))?,
-                template_kwargs: with_effort(self.template_kwargs, self.reasoning_effort),
-            },
-            CompletionApi::Completion => {
-                Input::Prompts(self.prompts.ok_or_else(|| missing("prompt"))?)
-            }
-        };
+        let (input, special) = self.prompt.finish(kind)?;
+        params.add_special_tokens = special;
         params.form = self.form.finish()?;
-        params.add_special_tokens = self
-            .add_special_tokens
-            .unwrap_or(kind == CompletionApi::Completion);
         if let Some(options) = self.stream_options {
-            if !params.stream {
-                return Err(ApiError::invalid(
-                    "stream_options",
-                    "`stream_options` needs `stream: true`; set it, or leave the options out",
-                ));
-            }
-            params.include_usage = options.include_usage;
-            params.running_usage = options.include_usage && options.continuous_usage_stats;
+            params.set_stream_options(options)?;
         }
         // The newer name counts where both are sent, as in vLLM.
         params.max_tokens = self.max_completion_tokens.or(params.max_tokens);
-        if kind == CompletionApi::Completion && params.max_tokens.is_none() {
-            params.max_tokens = Some(COMPLETION_MAX_TOKENS);
+        params.check_lengths(kind)?;
+        params.greedy = self.sampling.is_greedy();
+        self.sampling.check_choices(params.n)?;
+        check_best_of(self.best_of, params.n)?;
+        params.logprobs = self.logprobs.finish(kind)?;
+        params.set_prompt_logprobs(kind)?;
+        params.vocab = params
+            .vocab
+            .filter(|limits| **limits != VocabLimits::default());
+        check_number_of_choices(&input, params.n)?;
+        Ok(ApiRequest {
+            kind,
+            model: self.model,
+            input,
+            params,
+        })
+    }
+}
+
+impl RequestParams {
+    /// Notes a field that needs no other.
+    fn take(&mut self, kind: CompletionApi, name: &str, value: Json<'_>) -> Result<(), ApiError> {
+        match name {
+            "stream" => self.stream = boolean(name, &value)?,
+            "n" => self.n = whole(name, &value, 1, N_MAX)?,
+            "max_tokens" => {
+                // 0 has a meaning with `echo`, which may follow.
+                let least = u32::from(kind == CompletionApi::Chat);
+                self.max_tokens = Some(whole(name, &value, least, u32::MAX)?);
+            }
+            "min_tokens" => self.min_tokens = whole(name, &value, 0, u32::MAX)?,
+            "ignore_eos" => self.ignore_eos = boolean(name, &value)?,
+            "stop" => self.stop = stops(name, value)?,
+            "stop_token_ids" => self.stop_token_ids = stop_tokens(name, value)?,
+            "include_stop_str_in_output" => {
+                self.include_stop_str_in_output = boolean(name, &value)?;
+            }
+            "seed" => self.seed = Some(seed(name, &value)?),
+            "echo" => self.echo = boolean(name, &value)?,
+            "priority" => self.priority = priority(name, &value)?,
+            "user" => self.user = name_text(name, value)?,
+            "request_id" => {
+                let id = name_text(name, value)?;
+                self.request_id = id.map(|id| printable(name, id)).transpose()?;
+            }
+            "cache_salt" => {
+                let salt = name_text(name, value)?;
+                self.cache_salt = Some(checked_salt(name, salt)?);
+            }
+            "return_token_ids" => self.return_token_ids = boolean(name, &value)?,
+            "logit_bias" => {
+                let (banned, forced) = logit_bias(name, &value)?;
+                let limits = self.vocab.get_or_insert_default();
+                (limits.banned, limits.forced) = (banned, forced);
+            }
+            "allowed_token_ids" => {
+                self.vocab.get_or_insert_default().allowed = allowed_tokens(name, value)?;
+            }
+            "prompt_logprobs" => {
+                let top = top_count(name, &value)?;
+                self.prompt_logprobs = Some(LogprobsWish { top });
+            }
+            other => unreachable!("`{other}` is in the table of fields, but nothing takes it"),
         }
-        if params.max_tokens == Some(0) {
-            if !params.echo {
+        Ok(())
+    }
+
+    fn set_stream_options(&mut self, options: StreamOptions) -> Result<(), ApiError> {
+        if !self.stream {
+            return Err(ApiError::invalid(
+                "stream_options",
+                "`stream_options` needs `stream: true`; set it, or leave the options out",
+            ));
+        }
+        self.include_usage = options.include_usage;
+        self.running_usage = options.include_usage && options.continuous_usage_stats;
+        Ok(())
+    }
+
+    /// Checks the limits of tokens, and sets those that have defaults.
+    fn check_lengths(&mut self, kind: CompletionApi) -> Result<(), ApiError> {
+        if kind == CompletionApi::Completion && self.max_tokens.is_none() {
+            self.max_tokens = Some(COMPLETION_MAX_TOKENS);
+        }
+        if self.max_tokens == Some(0) {
+            if !self.echo {
                 return Err(ApiError::invalid(
                     "max_tokens",
                     format!(
@@ -445,59 +430,27 @@ impl<'a> Raw<'a> {
                     ),
                 ));
             }
-            params.echo_only = true;
-            params.max_tokens = Some(1);
+            self.echo_only = true;
+            self.max_tokens = Some(1);
         }
-        if let Some(max_tokens) = params.max_tokens
-            && params.min_tokens > max_tokens
+        if let Some(max_tokens) = self.max_tokens
+            && self.min_tokens > max_tokens
         {
             return Err(ApiError::invalid(
                 "min_tokens",
                 format!(
                     "`min_tokens` is {}, more than the {max_tokens} tokens that `max_tokens` \
                      allows; lower it",
-                    params.min_tokens
+                    self.min_tokens
                 ),
             ));
         }
-        params.greedy = self.sampling.is_greedy();
-        // As in vLLM: choices would be copies of each other.
-        if self.sampling.temperature == 0.0 && params.n > 1 {
-            return Err(ApiError::invalid(
-                "n",
-                format!(
-                    "`n` is {}, but with a `temperature` of 0 all choices would be the same; send `n: 1`, or a \
-                     higher `temperature`",
-                    params.n
-                ),
-            ));
-        }
-        if let Some(best_of) = self.best_of
-            && best_of != params.n
-        {
-            return Err(ApiError::unsupported(
-                "best_of",
-                format!(
-                    "`best_of` is {best_of}, but `n` is {}: choosing among more answers than are \
-                     returned is not supported; leave `best_of` out",
-                    params.n
-                ),
-            ));
-        }
-        params.logprobs = match kind {
-            CompletionApi::Completion => self.completion_logprobs.map(|top| LogprobsWish { top }),
-            CompletionApi::Chat if self.chat_logprobs => Some(LogprobsWish {
-                top: self.top_logprobs.unwrap_or(0),
-            }),
-            CompletionApi::Chat if self.top_logprobs.is_some_and(|top| top > 0) => {
-                return Err(ApiError::invalid(
-                    "top_logprobs",
-                    "`top_logprobs` needs `logprobs: true`; set it, or leave `top_logprobs` out",
-                ));
-            }
-            CompletionApi::Chat => None,
-        };
-        if let (true, Some(LogprobsWish { top })) = (params.stream, params.prompt_logprobs) {
+        Ok(())
+    }
+
+    /// Sets the log probabilities of the prompt, which `echo` may request too.
+    fn set_prompt_logprobs(&mut self, kind: CompletionApi) -> Result<(), ApiError> {
+        if let (true, Some(LogprobsWish { top })) = (self.stream, self.prompt_logprobs) {
             // As in vLLM: 0 asks for nothing in a stream.
             if top > 0 {
                 return Err(ApiError::invalid(
@@ -506,46 +459,48 @@ impl<'a> Raw<'a> {
                      `logprobs` to /v1/completions",
                 ));
             }
-            params.prompt_logprobs = None;
+            self.prompt_logprobs = None;
         }
-        match kind {
-            CompletionApi::Completion => {
-                params.scores_echo = params.echo && params.logprobs.is_some();
-                // As in vLLM: an echo that is not streamed has them a second time.
-                if params.scores_echo && !params.stream {
-                    params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);
-                }
-            }
-            // As in vLLM: an echoed chat has them as `prompt_logprobs`.
-            CompletionApi::Chat if params.echo && !params.stream => {
-                params.prompt_logprobs = params.prompt_logprobs.or(params.logprobs);
-            }
-            CompletionApi::Chat => {}
+        self.scores_echo =
+            kind == CompletionApi::Completion && self.echo && self.logprobs.is_some();
+        // As in vLLM: an echoed chat has them as `prompt_logprobs`, and an echoed completion that is not streamed a second
+        // time.
+        if self.echo && !self.stream {
+            self.prompt_logprobs = self.prompt_logprobs.or(self.logprobs);
         }
-        params.vocab = params
-            .vocab
-            .filter(|limits| **limits != VocabLimits::default());
-        if let Input::Prompts(prompts) = &input {
-            let choices = prompts.len() as u64 * u64::from(params.n);
-            if choices > u64::from(CHOICES_MAX) {
-                return Err(ApiError::invalid(
-                    "prompt",
-                    format!(
-                        "{} prompts with `n` = {} make {choices} choices; a request may have \
-                         {CHOICES_MAX}; send several requests",
-                        prompts.len(),
-                        params.n
-                    ),
-                ));
-            }
-        }
-        Ok(ApiRequest {
-            kind,
-            model: self.model,
-            input,
-            params,
-        })
+        Ok(())
     }
+}
+
+fn check_best_of(best_of: Option<u32>, n: u32) -> Result<(), ApiError> {
+    match best_of {
+        Some(best_of) if best_of != n => Err(ApiError::unsupported(
+            "best_of",
+            format!(
+                "`best_of` is {best_of}, but `n` is {n}: choosing among more answers than are \
+                 returned is not supported; leave `best_of` out"
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn check_number_of_choices(input: &Input<'_>, n: u32) -> Result<(), ApiError> {
+    let Input::Prompts(prompts) = input else {
+        return Ok(());
+    };
+    let choices = prompts.len() as u64 * u64::from(n);
+    if choices > u64::from(CHOICES_MAX) {
+        return Err(ApiError::invalid(
+            "prompt",
+            format!(
+                "{} prompts with `n` = {n} make {choices} choices; a request may have \
+                 {CHOICES_MAX}; send several requests",
+                prompts.len(),
+            ),
+        ));
+    }
+    Ok(())
 }
 
 /// The name of a model; `None` if it is empty, which is the served one as in vLLM.
@@ -729,6 +684,22 @@ fn stops(path: &str, value: Json<'_>) -> Result<Vec<String>, ApiError> {
         ));
     }
     Ok(stops)
+}
+
+/// `allowed_token_ids`, sorted. None at all would be the opposite of no limit; vLLM refuses that too.
+fn allowed_tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {
+    let mut allowed = stop_tokens(path, value)?;
+    if allowed.is_empty() {
+        return Err(ApiError::invalid(
+            path,
+            format!(
+                "`{path}` is empty, so no token could be answered; name at least one token, or leave it \
+                 out"
+            ),
+        ));
+    }
+    allowed.sort_unstable();
+    Ok(allowed)
 }
 
 fn stop_tokens(path: &str, value: Json<'_>) -> Result<Vec<TokenId>, ApiError> {

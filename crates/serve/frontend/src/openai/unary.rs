@@ -82,6 +82,13 @@ pub struct UnaryRender {
     offset: u64,
 }
 
+fn arrays(kind: CompletionApi) -> &'static [&'static [u8]] {
+    match kind {
+        CompletionApi::Chat => &CHAT_ARRAYS,
+        CompletionApi::Completion => &COMPLETION_ARRAYS,
+    }
+}
+
 /// The piece that is rendered next.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Place {
@@ -127,10 +134,6 @@ impl UnaryRender {
 
     fn piece(&mut self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
         let head = answer.head();
-        let arrays: &[&[u8]] = match head.kind {
-            CompletionApi::Chat => &CHAT_ARRAYS,
-            CompletionApi::Completion => &COMPLETION_ARRAYS,
-        };
         match self.next {
             Place::Head => {
                 head.render(out, false);
@@ -138,56 +141,19 @@ impl UnaryRender {
                 Place::Open
             }
             Place::Open if self.choice == answer.choices() => Place::Tail,
-            Place::Open => {
-                if self.choice > 0 {
-                    out.put(b",");
-                }
-                out.put(b"{\"index\":");
-                json::integer(out, self.choice as u64);
-                if answer.calls(self.choice) > 0 {
-                    out.put(
-                        b",\"message\":{\"role\":\"assistant\",\"content\":null,\"refusal\":null,\
-                          \"tool_calls\":[",
-                    );
-                    return Place::Call(0);
-                }
-                out.put(match head.kind {
-                    CompletionApi::Chat => {
-                        b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice()
-                    }
-                    CompletionApi::Completion => b",\"text\":\"",
-                });
-                Place::Text(0, 0)
-            }
+            Place::Open => self.open(answer, out),
             Place::Text(part, from) => self.text(answer, part, from, out),
-            Place::Call(call) if call == answer.calls(self.choice) => {
-                out.put(b"]},\"logprobs\":");
-                self.after_text(answer, out)
-            }
-            Place::Call(at) => {
-                if at > 0 {
-                    out.put(b",");
-                }
-                let (id, call) = answer.call(self.choice, at);
-                out.put(b"{\"id\":");
-                json::string(out, &id);
-                out.put(b",\"type\":\"function\",\"function\":{\"name\":");
-                json::string(out, call.name);
-                out.put(b",\"arguments\":");
-                json::string(out, call.arguments);
-                out.put(b"}}");
-                Place::Call(at + 1)
-            }
+            Place::Call(at) => self.call(answer, at, out),
             Place::Array(array) => {
                 self.offset = answer.text_offset(self.choice);
-                out.put(arrays[array]);
+                out.put(arrays(head.kind)[array]);
                 Place::Entry(array, 0)
             }
             Place::Entry(array, at) => {
                 if at < answer.logprobs(self.choice).unwrap_or_default() {
                     self.entry(answer, array, at, out);
                     Place::Entry(array, at + 1)
-                } else if array + 1 < arrays.len() {
+                } else if array + 1 < arrays(head.kind).len() {
                     Place::Array(array + 1)
                 } else {
                     out.put(b"]}");
@@ -212,27 +178,7 @@ impl UnaryRender {
                 }
             }
             Place::EndChoice => Place::ClosedChoice,
-            Place::Prompt(at) => {
-                let choice = if head.kind == CompletionApi::Chat {
-                    0
-                } else {
-                    self.choice
-                };
-                out.put(if at == 0 {
-                    b",\"prompt_logprobs\":[".as_slice()
-                } else {
-                    b","
-                });
-                answer.prompt_logprob(choice, at).render_in_prompt(out);
-                if at + 1 < answer.prompt_logprobs(choice).unwrap_or_default() {
-                    return Place::Prompt(at + 1);
-                }
-                out.put(b"]");
-                match head.kind {
-                    CompletionApi::Chat => Place::Usage,
-                    CompletionApi::Completion => Place::ClosedChoice,
-                }
-            }
+            Place::Prompt(at) => self.prompt(answer, at, out),
             Place::TailPrompt => match (answer.prompt_logprobs(0), head.kind) {
                 (Some(_), CompletionApi::Chat) => Place::Prompt(0),
                 _ => Place::Usage,
@@ -257,6 +203,67 @@ impl UnaryRender {
             }
             Place::Done => Place::Done,
         }
+    }
+
+    /// The beginning of a choice.
+    fn open(&self, answer: &impl WholeAnswer, out: &mut Vec<u8>) -> Place {
+        if self.choice > 0 {
+            out.put(b",");
+        }
+        out.put(b"{\"index\":");
+        json::integer(out, self.choice as u64);
+        if answer.calls(self.choice) > 0 {
+            out.put(
+                b",\"message\":{\"role\":\"assistant\",\"content\":null,\"refusal\":null,\
+                  \"tool_calls\":[",
+            );
+            return Place::Call(0);
+        }
+        out.put(match answer.head().kind {
+            CompletionApi::Chat => {
+                b",\"message\":{\"role\":\"assistant\",\"content\":\"".as_slice()
+            }
+            CompletionApi::Completion => b",\"text\":\"",
+        });
+        Place::Text(0, 0)
+    }
+
+    fn call(&self, answer: &impl WholeAnswer, at: usize, out: &mut Vec<u8>) -> Place {
+        if at == answer.calls(self.choice) {
+            out.put(b"]},\"logprobs\":");
+            return self.after_text(answer, out);
+        }
+        if at > 0 {
+            out.put(b",");
+        }
+        let (id, call) = answer.call(self.choice, at);
+        out.put(b"{\"id\":");
+        json::string(out, &id);
+        out.put(b",\"type\":\"function\",\"function\":{\"name\":");
+        json::string(out, call.name);
+        out.put(b",\"arguments\":");
+        json::string(out, call.arguments);
+        out.put(b"}}");
+        Place::Call(at + 1)
+    }
+
+    /// The log probability of a token of the prompt, which a chat has once.
+    fn prompt(&self, answer: &impl WholeAnswer, at: usize, out: &mut Vec<u8>) -> Place {
+        let (choice, next) = match answer.head().kind {
+            CompletionApi::Chat => (0, Place::Usage),
+            CompletionApi::Completion => (self.choice, Place::ClosedChoice),
+        };
+        out.put(if at == 0 {
+            b",\"prompt_logprobs\":[".as_slice()
+        } else {
+            b","
+        });
+        answer.prompt_logprob(choice, at).render_in_prompt(out);
+        if at + 1 < answer.prompt_logprobs(choice).unwrap_or_default() {
+            return Place::Prompt(at + 1);
+        }
+        out.put(b"]");
+        next
     }
 
     fn text(

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::{Subcommand, ValueEnum};
 use slipstream_base::text::several;
 use slipstream_bench::{Config, Endpoint, Outcome, Progress, PromptForm, Target};
@@ -252,6 +252,13 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
 
 /// The load that the flags describe.
 pub(super) fn config(args: &Load) -> anyhow::Result<Config> {
+    for (at, pid) in args.output.server_pids.iter().enumerate() {
+        // Its CPU time would count twice.
+        ensure!(
+            !args.output.server_pids[..at].contains(pid),
+            "--server-pid {pid} is there twice; keep one"
+        );
+    }
     let (mut workload, mut name) = args.what.workload(&args.set)?;
     workload_args::print_note(&workload);
     let what = &args.what;
@@ -414,6 +421,8 @@ fn header(text: &str) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
     use slipstream_frontend::text::TextModel;
 
@@ -426,6 +435,21 @@ mod tests {
         vocabulary.write_text(1, 20_000, &mut text);
         model.encode(&text, false, &mut tokens);
         assert_eq!(tokens.len(), 20_000);
+    }
+
+    #[derive(clap::Parser)]
+    struct Alone {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn a_process_is_measured_once() {
+        let flags = ["bench", "http://127.0.0.1:1", "--rate=1", "--server-pid=5"];
+        let again = ["--server-pid=7", "--server-pid=5"];
+        let load = Alone::parse_from([&flags[..], &again].concat()).args.load;
+        let error = config(&load).err().unwrap().to_string();
+        assert!(error.contains("--server-pid 5 is there twice"), "{error}");
     }
 
     #[test]

@@ -216,7 +216,7 @@ impl<'a> RawResponse<'a> {
                 name,
                 format!("`{name}` is not supported: {hint}"),
             )),
-            Rule::Chat(to) if to == "request_id" => {
+            Rule::Chat("request_id") => {
                 let id = text(name, value)?.into_owned();
                 self.put(name, Tree::Text(id.clone()));
                 self.request_id = Some(id);

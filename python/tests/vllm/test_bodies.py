@@ -90,7 +90,8 @@ MEANT: dict[str, Known] = {
         fields(why) <= IGNORED | nulls(body)
     ),
     "members of messages are checked as far as they are used": lambda body, why: (
-        why.startswith(("messages.", "0.", "0 ", "1.")) and not has_calls(body)
+        why.startswith(("messages.", "0.", "0 ", "1."))
+        and not (has_calls(body) and ".tool_calls." in why)
     ),
     "parts, names and calls are checked before a template drops them": lambda body, why: (
         why.startswith("`messages.")
@@ -171,7 +172,9 @@ def agrees(server: Server, reader: Reader, chat: bool, body: bytes) -> str | Non
     if reader.seed is None:
         return None
     # Events of several choices come in any order.
-    if b"NaN" in body or (isinstance(answer, list) and plain.get("n", 1) != 1):
+    prompts = plain.get("prompt")
+    several = plain.get("n", 1) != 1 or (isinstance(prompts, list) and len(prompts) > 1)
+    if b"NaN" in body or (isinstance(answer, list) and several):
         return None
     again = server.answer(chat, json.dumps(plain).encode())
     if again != (200, answer):

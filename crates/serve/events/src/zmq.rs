@@ -31,8 +31,8 @@ const FILTERS_MAX: usize = 1024;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Longest frame that a subscriber accepts, bytes.
-const EVENT_BYTES_MAX: usize = 256 << 20;
+/// Longest frame that a subscriber accepts, bytes. A batch is one step of an engine: 16 MiB hold 3 million tokens.
+const EVENT_BYTES_MAX: usize = 16 << 20;
 
 /// Slices per write. Linux takes up to 1,024.
 const SLICES: usize = 64;

@@ -18,27 +18,40 @@ use slipstream_base::TokenId;
 use super::{BlockRemoved, BlockStored, ExternalHash, ExtraKey, KvEvent, KvEventBatch, MEDIUM_GPU};
 use crate::msgpack::{DecodeError, Reader};
 
+/// Events of a batch at most. An engine publishes a batch per step, with a few events per request. Each takes some 300
+/// bytes, however few it has on the wire.
+const EVENTS_MAX: usize = 1 << 17;
+
+/// Extra keys of all blocks of a batch at most, nested ones included. Each takes 32 bytes, and one on the wire.
+const EXTRA_KEYS_MAX: u32 = 1 << 17;
+
 impl KvEventBatch {
     /// Reads a batch: maps, positional arrays, or a mix. Events that cannot be read are counted in
     /// [`unreadable`](KvEventBatch::unreadable); those that may have removed blocks become
     /// [`KvEvent::Unreadable`].
     ///
     /// # Errors
-    /// [`DecodeError`]: the batch has no list of events, or it is no valid MessagePack. Any block may
-    /// have been removed.
+    /// [`DecodeError`]: the batch has no list of events, or more than 131,072, or it is no valid MessagePack. Any block
+    /// may have been removed.
     pub fn decode(bytes: &[u8]) -> Result<KvEventBatch, DecodeError> {
         let mut reader = Reader::new(bytes);
         let mut batch = KvEventBatch::default();
         let fields = Fields::open(&mut reader, "a batch of KV events", BATCH_FIELDS)?;
         let mut has_events = false;
+        let mut keys_left = EXTRA_KEYS_MAX;
         for place in 0..fields.len {
             match fields.name(place, &mut reader)? {
                 "ts" => batch.ts = informative(&mut reader, |r| r.float("ts"))?.unwrap_or_default(),
                 "events" => {
                     has_events = true;
+                    let at = reader.at();
                     let len = reader.array("events")?;
+                    if len > EVENTS_MAX {
+                        let what = format!("{len} KV events in a batch, more than {EVENTS_MAX}");
+                        return Err(Reader::value_error(at, what));
+                    }
                     for _ in 0..len {
-                        batch.read_event(&mut reader)?;
+                        batch.read_event(&mut reader, &mut keys_left)?;
                     }
                 }
                 // SGLang's name is the second one.
@@ -60,9 +73,13 @@ impl KvEventBatch {
     }
 
     /// Reads the next event, or skips it and notes what it may have changed.
-    fn read_event(&mut self, reader: &mut Reader<'_>) -> Result<(), DecodeError> {
+    fn read_event(
+        &mut self,
+        reader: &mut Reader<'_>,
+        keys_left: &mut u32,
+    ) -> Result<(), DecodeError> {
         let start = reader.clone();
-        let error = match read_event(reader) {
+        let error = match read_event(reader, keys_left) {
             Ok(event) => {
                 self.events.push(event);
                 return Ok(());
@@ -255,7 +272,8 @@ impl Fields {
     }
 }
 
-fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
+/// Reads an event, with at most `keys_left` extra keys.
+fn read_event(reader: &mut Reader<'_>, keys_left: &mut u32) -> Result<KvEvent, DecodeError> {
     let at = reader.at();
     let kind;
     let mut fields;
@@ -284,9 +302,9 @@ fn read_event(reader: &mut Reader<'_>) -> Result<KvEvent, DecodeError> {
         let name = fields.name(place, reader)?;
         // SGLang 0.5.18 and later append a map to positional events of salted blocks.
         if is_positional_store && place >= METADATA_PLACE_MIN && reader.is_map() {
-            read_metadata(reader, &mut stored, &mut found)?;
+            read_metadata(reader, &mut stored, &mut found, keys_left)?;
         } else {
-            read_field(name, reader, &mut stored, &mut found)?;
+            read_field(name, reader, &mut stored, &mut found, keys_left)?;
         }
     }
     let require = |found: bool, name: &str| {
@@ -346,12 +364,13 @@ fn read_metadata(
     reader: &mut Reader<'_>,
     event: &mut BlockStored,
     found: &mut Found,
+    keys_left: &mut u32,
 ) -> Result<(), DecodeError> {
     let fields = Fields::open(reader, "metadata of a stored block", &[])?;
     for place in 0..fields.len {
         match fields.name(place, reader)? {
             name @ ("cache_salt" | "lora_name" | "session_id") => {
-                read_field(name, reader, event, found)?;
+                read_field(name, reader, event, found, keys_left)?;
             }
             name => skip_unknown(name, reader)?,
         }
@@ -385,6 +404,7 @@ fn read_field(
     reader: &mut Reader<'_>,
     event: &mut BlockStored,
     found: &mut Found,
+    keys_left: &mut u32,
 ) -> Result<(), DecodeError> {
     match name {
         "block_hashes" => {
@@ -406,12 +426,14 @@ fn read_field(
         "lora_id" => event.lora_id = optional(reader, |r| r.uint("lora_id"))?,
         "medium" => event.medium = text(reader, "medium")?,
         "cache_salt" => event.cache_salt = text(reader, "cache_salt")?,
-        "metadata" if reader.is_map() => read_metadata(reader, event, found)?,
+        "metadata" if reader.is_map() => read_metadata(reader, event, found, keys_left)?,
         "lora_name" => event.lora_name = text(reader, "lora_name")?,
         "extra_keys" => {
             event.extra_keys = optional(reader, |reader| {
                 list(reader, "extra_keys", |reader| {
-                    optional(reader, |reader| read_keys(reader, EXTRA_KEYS_DEPTH_MAX))
+                    optional(reader, |reader| {
+                        read_keys(reader, EXTRA_KEYS_DEPTH_MAX, keys_left)
+                    })
                 })
             })?;
         }
@@ -491,15 +513,24 @@ fn read_hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
 /// Extra keys are at most pairs; deeper nesting is rejected.
 const EXTRA_KEYS_DEPTH_MAX: u32 = 4;
 
-fn read_keys(reader: &mut Reader<'_>, depth: u32) -> Result<Vec<ExtraKey>, DecodeError> {
+fn read_keys(
+    reader: &mut Reader<'_>,
+    depth: u32,
+    keys_left: &mut u32,
+) -> Result<Vec<ExtraKey>, DecodeError> {
     let what = "an extra key";
     list(reader, "extra keys of a block", |reader| {
+        let Some(left) = keys_left.checked_sub(1) else {
+            let message = format!("more than {EXTRA_KEYS_MAX} extra keys in a batch");
+            return Err(Reader::value_error(reader.at(), message));
+        };
+        *keys_left = left;
         if reader.is_array() {
             let Some(depth) = depth.checked_sub(1) else {
                 let message = format!("{what} is nested deeper than {EXTRA_KEYS_DEPTH_MAX}");
                 return Err(Reader::value_error(reader.at(), message));
             };
-            return read_keys(reader, depth).map(ExtraKey::List);
+            return read_keys(reader, depth, keys_left).map(ExtraKey::List);
         }
         if let Some(bytes) = reader.bytes(what)? {
             return Ok(ExtraKey::Bytes(bytes.into()));

@@ -8,7 +8,7 @@ use slipstream_base::kv_event::StoredBlocks;
 use slipstream_base::{BlockHash, ForwardPassMetrics, KvOp, RankId, TokenId, WorkerId};
 use slipstream_events::fpm::write_fpm;
 use slipstream_events::kv::{ExternalHash, ExtraKey, KvChanges};
-use slipstream_events::{FpmMessage, KvEvent, KvEventBatch};
+use slipstream_events::{BlockStored, FpmMessage, KvEvent, KvEventBatch};
 
 use super::ROOT;
 
@@ -171,4 +171,40 @@ fn forward_pass_metrics_have_the_bytes_of_dynamos_own_class() {
         let read = FpmMessage::decode(&golden[name]).unwrap();
         assert_eq!(read, FpmMessage::new("w7", &metrics), "{name}");
     }
+}
+
+/// A batch cannot take many times its size in memory.
+#[test]
+fn events_and_extra_keys_of_a_batch_are_bounded() {
+    let max = 1 << 17;
+    let cleared = |count: usize| KvEventBatch {
+        events: vec![KvEvent::AllBlocksCleared {}; count],
+        ..KvEventBatch::default()
+    };
+    let all = KvEventBatch::decode(&cleared(max).to_vec()).unwrap();
+    assert_eq!(all.events.len(), max);
+    let error = KvEventBatch::decode(&cleared(max + 1).to_vec()).unwrap_err();
+    assert!(error.to_string().contains("131073 KV events"), "{error}");
+    let stored = |keys: usize| {
+        KvEvent::BlockStored(Box::new(BlockStored {
+            block_hashes: vec![ExternalHash::Int(1)],
+            token_ids: vec![7],
+            block_size: 1,
+            extra_keys: (keys > 0).then(|| vec![Some(vec![ExtraKey::Uint(1); keys])]),
+            ..BlockStored::default()
+        }))
+    };
+    let batch = |keys: &[usize]| {
+        let events = keys.iter().map(|&keys| stored(keys)).collect();
+        let batch = KvEventBatch {
+            events,
+            ..KvEventBatch::default()
+        };
+        KvEventBatch::decode(&batch.to_vec()).unwrap()
+    };
+    assert_eq!(batch(&[max - 1, 1, 0]).unreadable.events, 0);
+    let beyond = batch(&[max, 0, 1, 0]);
+    assert_eq!((beyond.unreadable.events, beyond.events.len()), (1, 3));
+    let first = beyond.unreadable.first.unwrap();
+    assert!(first.contains("131072 extra keys"), "{first}");
 }

@@ -107,6 +107,7 @@ enum Command {
 fn main() -> ExitCode {
     let cli = usage::parse();
     log_to_stderr();
+    slipstream_os::files::note_inputs();
     let Some(command) = cli.command else {
         return finish(
             out::print(FIRST_COMMANDS)

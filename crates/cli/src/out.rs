@@ -82,7 +82,8 @@ pub(crate) fn stream(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io
 /// Checks before long work that files can be written at its end.
 ///
 /// # Errors
-/// If a folder is absent, is read-only, or is at the place of a file; if two flags name one file; if a file is called `-`.
+/// If a folder is absent, is read-only, or is at the place of a file; if two flags name one file; if a file was read as an
+/// input, or is called `-`.
 pub(crate) fn check_writable<'a>(
     files: impl IntoIterator<Item = (&'static str, Option<&'a Path>)>,
 ) -> anyhow::Result<()> {
@@ -101,6 +102,11 @@ pub(crate) fn check_writable<'a>(
             );
         }
         named.push((flag, path));
+        anyhow::ensure!(
+            !slipstream_os::files::is_input(path),
+            "--{flag} {}: that is an input of this run; name another file",
+            path.display()
+        );
         let folder = match path.parent() {
             Some(folder) if folder != Path::new("") => folder,
             _ => Path::new("."),
@@ -134,7 +140,7 @@ pub(crate) fn check_writable<'a>(
 
 /// Writes `text` to a file; returns an error message on failure.
 pub(crate) fn save(path: &Path, text: &str) -> Option<String> {
-    let error = slipstream_report::record::save_text(path, text).err()?;
+    let error = slipstream_report::partial::save_text(path, text).err()?;
     Some(incomplete(path, &error.into()))
 }
 

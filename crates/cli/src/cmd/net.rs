@@ -15,8 +15,9 @@ use slipstream_des::Spin;
 use slipstream_netsim::config::{self, Config, Resources};
 use slipstream_netsim::output::{self, Cost};
 use slipstream_netsim::{Execution, RunResult, Simulation};
+use slipstream_report::partial::Partial;
 use slipstream_report::record::ColumnType::{F64, Text, U64};
-use slipstream_report::record::{Cell, Column, Partial, RecordError, RecordWriter, check_format};
+use slipstream_report::record::{Cell, Column, RecordError, RecordWriter, check_format};
 
 use slipstream_report::table::{counted, number};
 
@@ -160,7 +161,7 @@ enum Outcome {
 fn run_file(file: &Path, args: &RunArgs, interrupted: &AtomicBool) -> anyhow::Result<Outcome> {
     let begin = (Instant::now(), cpu_s());
     let config = read(file, args)?;
-    let outputs = Outputs::plan(file, args, &config)?;
+    let outputs = Outputs::plan(args, &config)?;
     if let Some(note) = &config.dialect_note {
         errln!("note: {}: {note}", file.display());
     }
@@ -313,7 +314,7 @@ impl Outputs {
     ///
     /// # Errors
     /// If one cannot be written, or two are the same.
-    fn plan(input: &Path, args: &RunArgs, config: &Config) -> anyhow::Result<Outputs> {
+    fn plan(args: &RunArgs, config: &Config) -> anyhow::Result<Outputs> {
         // Also discards the tables of `log_path`.
         let discards = |folder: &PathBuf| folder == Path::new("/dev/null");
         let csv = args.csv.clone().or(config.log_path.clone());
@@ -353,11 +354,6 @@ impl Outputs {
             anyhow::ensure!(
                 !seen.contains(&place),
                 "two outputs have the path {}; give each its own file",
-                path.display()
-            );
-            anyhow::ensure!(
-                place != whole_path(input),
-                "{} is the configuration itself; write the output to another file",
                 path.display()
             );
             seen.push(place);

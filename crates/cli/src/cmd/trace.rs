@@ -11,7 +11,7 @@ use slipstream_base::SimTime;
 use slipstream_base::width::nanos;
 use slipstream_config::workload_file::{Arrival, Content, OnBadLine, TraceFile, Workload};
 use slipstream_report::latency::{TOO_FEW, enough_samples};
-use slipstream_report::record::Partial;
+use slipstream_report::partial::Partial;
 use slipstream_report::table::{Table, counted, grouped, number};
 use slipstream_workload::mooncake::MooncakeWriter;
 use slipstream_workload::schedule::Shard;

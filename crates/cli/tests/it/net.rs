@@ -286,7 +286,7 @@ fn outputs_that_cannot_be_written_are_refused_before_the_run() {
         (vec!["--flows", &none], "No such file"),
         (vec!["--csv", &below], "creating"),
         (vec!["--csv", &taken], "is not a folder"),
-        (vec!["--html", &file], "the configuration itself"),
+        (vec!["--html", &file], "an input of this run"),
     ];
     let page = path("page.html");
     cases.push((vec!["--html", &page, "--perfetto", &page], "two outputs"));

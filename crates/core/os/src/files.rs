@@ -8,8 +8,9 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,36 @@ const READS_MAX: usize = 32;
 /// Paths of the reads in progress in a running process.
 static READS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
+/// Whether inputs are noted.
+static NOTES_INPUTS: AtomicBool = AtomicBool::new(false);
+
+/// Device and inode of each regular file that [`read`] and [`open_stream`] opened.
+static INPUTS: Mutex<BTreeSet<(u64, u64)>> = Mutex::new(BTreeSet::new());
+
+/// From now on, notes the files that [`read`] and [`open_stream`] open, for [`is_input`]: a command's outputs must not
+/// replace its inputs.
+pub fn note_inputs() {
+    NOTES_INPUTS.store(true, Ordering::Relaxed);
+}
+
+/// Whether this process has read `path` as an input, under this name or another.
+pub fn is_input(path: &Path) -> bool {
+    let inputs = INPUTS.lock().unwrap_or_else(PoisonError::into_inner);
+    path.metadata()
+        .is_ok_and(|of| inputs.contains(&(of.dev(), of.ino())))
+}
+
+fn note_input(file: &File) -> io::Result<()> {
+    if NOTES_INPUTS.load(Ordering::Relaxed) {
+        let about = file.metadata()?;
+        if about.is_file() {
+            let mut inputs = INPUTS.lock().unwrap_or_else(PoisonError::into_inner);
+            inputs.insert((about.dev(), about.ino()));
+        }
+    }
+    Ok(())
+}
+
 /// The content of `path`, for a command that starts. A FIFO without a process that writes to it is given up after a
 /// while; the pipes of a shell (`/dev/stdin`, `<(…)`) are not.
 ///
@@ -41,7 +72,9 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     if is_named_fifo(path) {
         return read_fifo(path, WRITER_WITHIN, BYTES_MAX);
     }
-    read_at_most(File::open(path)?, BYTES_MAX)
+    let file = File::open(path)?;
+    note_input(&file)?;
+    read_at_most(file, BYTES_MAX)
 }
 
 /// Whether `path` is a FIFO in a folder, whose opening blocks until another process opens it too: not one of the pipes of
@@ -60,7 +93,9 @@ pub fn open_stream(path: &Path) -> io::Result<File> {
             "it is a FIFO; write its content to a file, or pass the command as <(COMMAND)",
         ));
     }
-    File::open(path)
+    let file = File::open(path)?;
+    note_input(&file)?;
+    Ok(file)
 }
 
 /// The content of `path`, of at most `bytes_max` bytes, for a process that runs: within [`READ_WITHIN`].

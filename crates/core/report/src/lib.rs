@@ -34,6 +34,7 @@ pub mod lengths;
 pub mod measure;
 pub mod objectives;
 pub mod overload;
+pub mod partial;
 pub mod pass;
 pub mod perfetto;
 pub mod record;

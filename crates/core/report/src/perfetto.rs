@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+use crate::partial::Partial;
 use crate::pass::PassRecord;
-use crate::record::Partial;
 use crate::series::EngineInfo;
 use slipstream_base::width;
 

@@ -5,8 +5,10 @@
 
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use crate::partial::Partial;
 
 #[cfg(feature = "parquet")]
 mod parquet;
@@ -108,66 +110,6 @@ pub fn check_format(path: &Path) -> Result<(), RecordError> {
         return Err(RecordError::NoParquet);
     }
     Ok(())
-}
-
-/// A file that gets its name only when it is complete. It is `NAME.partial` before, so that the
-/// remains of a full disk or a killed process are recognizable. Anything but a regular file (a
-/// pipe, a device) is written directly.
-#[derive(Debug)]
-pub struct Partial {
-    /// The open file, and its final name; `None` if it is written directly.
-    rename: Option<(PathBuf, PathBuf)>,
-}
-
-impl Partial {
-    /// Creates the file that will become `path`.
-    ///
-    /// # Errors
-    /// If it cannot be created.
-    pub fn create(path: &Path) -> io::Result<(File, Partial)> {
-        let special = std::fs::metadata(path).is_ok_and(|meta| !meta.is_file());
-        if special {
-            return Ok((File::create(path)?, Partial { rename: None }));
-        }
-        let mut name = path.as_os_str().to_owned();
-        name.push(".partial");
-        let partial = PathBuf::from(name);
-        let file = File::create(&partial)?;
-        let rename = Some((partial, path.to_owned()));
-        Ok((file, Partial { rename }))
-    }
-
-    /// Removes the incomplete file.
-    ///
-    /// # Errors
-    /// If it cannot be removed.
-    pub fn discard(mut self) -> io::Result<()> {
-        match self.rename.take() {
-            Some((partial, _)) => std::fs::remove_file(partial),
-            None => Ok(()),
-        }
-    }
-
-    /// Gives the complete file its name.
-    ///
-    /// # Errors
-    /// If it cannot be renamed.
-    pub fn complete(&mut self) -> io::Result<()> {
-        match self.rename.take() {
-            Some((from, to)) => std::fs::rename(from, to),
-            None => Ok(()),
-        }
-    }
-}
-
-/// Writes `text` to the file `path`, which gets its name only when it is complete.
-///
-/// # Errors
-/// If it cannot be written; `path.partial` has the written part.
-pub fn save_text(path: &Path, text: &str) -> io::Result<()> {
-    let (mut file, mut partial) = Partial::create(path)?;
-    file.write_all(text.as_bytes())?;
-    partial.complete()
 }
 
 /// Writes records, one at a time.
@@ -321,6 +263,7 @@ pub(crate) enum Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::partial::save_text;
 
     #[test]
     fn a_file_has_its_name_once_it_is_complete() {

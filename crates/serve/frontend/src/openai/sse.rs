@@ -194,7 +194,8 @@ impl SseRender {
         self.close(out);
     }
 
-    /// An event with parts of calls, and why the choice ended if it is its last one.
+    /// An event with parts of calls, and why the choice ended if it is its last one. A completion has no calls: its event
+    /// has no text.
     pub fn calls(
         &self,
         calls: &[CallDelta],
@@ -202,6 +203,13 @@ impl SseRender {
         finish: Option<&Finish<'_>>,
         out: &mut impl Out,
     ) {
+        if self.kind != CompletionApi::Chat {
+            return match (finish, logprobs) {
+                (Some(finish), _) => self.finish(None, logprobs, finish, out),
+                (None, Some(logprobs)) => self.text_logprobs("", logprobs, out),
+                (None, None) => self.text("", out),
+            };
+        }
         out.put(&self.before[..self.body_at as usize]);
         out.put(b"\"delta\":{");
         for (at, call) in calls.iter().enumerate() {

@@ -804,7 +804,7 @@ fn sequences(
                 priority: params.priority,
                 seed,
             });
-            specs.push(SequenceSpec {
+            let mut spec = SequenceSpec {
                 target: RankId::default(), // until it is dispatched
                 prompt_tokens: tokenized.prompt.len(),
                 max_tokens,
@@ -813,12 +813,7 @@ fn sequences(
                 stop: matcher.clone(),
                 stops: stops.clone(),
                 min_tokens: params.min_tokens,
-                plain: stops.is_empty()
-                    && params.logprobs.is_none()
-                    && echo.is_none()
-                    && prompt_ids.is_none()
-                    && vocab.is_none()
-                    && script.is_none(),
+                plain: false,
                 prompt_ids: prompt_ids.clone().filter(|_| params.return_token_ids),
                 scored_prompt: prompt_ids.clone().filter(|_| scores_prompt(params)),
                 prompt_tops: params.prompt_logprobs.map(|wish| wish.top),
@@ -838,7 +833,9 @@ fn sequences(
                         ..RecordedRequest::default()
                     })
                 }),
-            });
+            };
+            spec.plain = spec.echo.is_none() && spec.shows_each_token();
+            specs.push(spec);
         }
     }
     (specs, requests)

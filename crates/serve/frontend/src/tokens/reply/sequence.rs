@@ -328,10 +328,7 @@ impl Sequence {
             }
             self.text_chars += echo.chars().count() as u64;
             shown.push_str(&echo);
-            self.spec.plain = self.spec.stop.is_none()
-                && self.spec.top_logprobs.is_none()
-                && self.spec.vocab.is_none()
-                && self.spec.prompt_ids.is_none();
+            self.spec.plain = self.spec.shows_each_token();
         }
         if self.spec.echo_only {
             self.position += 1;

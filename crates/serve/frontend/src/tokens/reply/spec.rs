@@ -56,7 +56,7 @@ pub(crate) struct SequenceSpec {
     pub(crate) ignores_eos: bool,
     /// Before this many tokens no stop string ends the sequence.
     pub(crate) min_tokens: u32,
-    /// No stop strings and no log probabilities: a token's event needs nothing but its text.
+    /// Nothing is before the next token's text in its event ([`shows_each_token`](Self::shows_each_token)).
     pub(crate) plain: bool,
     /// Completions with `echo`: the prompt's text, which the first token's event begins with.
     pub(crate) echo: Option<Rc<str>>,
@@ -78,4 +78,15 @@ pub(crate) struct SequenceSpec {
     pub(crate) script: SharedScript,
     /// Its line in the record as far as it is known at the start, if there is a record.
     pub(crate) recorded: Option<Box<RecordedRequest>>,
+}
+
+impl SequenceSpec {
+    /// Whether an event needs nothing but its token's text, once an echo is shown.
+    pub(crate) fn shows_each_token(&self) -> bool {
+        self.stops.is_empty()
+            && self.top_logprobs.is_none()
+            && self.prompt_ids.is_none()
+            && self.vocab.is_none()
+            && self.script.is_none()
+    }
 }

@@ -515,3 +515,66 @@ fn ranks_of_an_engine_are_one_cache() {
     assert_eq!((took(&single), took(&ranks)), (0, 6));
     assert_eq!(listed(&server)[1]["cache"], "KV events of 2 ranks");
 }
+
+/// The cache of an engine is followed only as long as its events tell of the prompts that it answers.
+#[test]
+fn an_engine_whose_events_tell_nothing_of_its_prompts_is_guessed() {
+    let publishers = [Publisher::start(), Publisher::start()];
+    let engines = [caching(Some(&publishers[0])), caching(Some(&publishers[1]))];
+    let (_folder, tokenizer) = tokenizer();
+    let (_dir, flag) = admin();
+    let server = front(
+        &[&engines[0], &engines[1]],
+        &[&flag, &tokenizer, "--set=model.name=m"],
+    );
+    server.await_metric("slipstream_engine_kv_connected", |n| n == 2.0);
+    assert_eq!(server.metric("slipstream_engine_kv_guessed"), 2.0);
+    let prompt = |n: u32| (n * 1_000..n * 1_000 + 100).collect::<Vec<u32>>();
+    // Returns the engine that took the prompt.
+    let send = |ids: &[u32], headers: &[&str]| {
+        let before = took(&engines[1]);
+        let body = json!({"model": "m", "prompt": ids}).to_string();
+        let mut client = server.connect();
+        let got = client.send("POST", "/v1/completions", headers, body.as_bytes());
+        assert_eq!(got.status, 200);
+        usize::from(took(&engines[1]) > before)
+    };
+    let mut next = 0;
+    // Sends new prompts, of which `tell` may tell the engine's events, until `cache` of both engines begins with `wanted`.
+    let mut send_until = |wanted: &str, tell: &dyn Fn(usize, u32)| {
+        let begun = std::time::Instant::now();
+        loop {
+            next += 1;
+            let to = format!("x-slipstream-worker: w{}", next % 2);
+            tell(send(&prompt(next), &[&to]), next);
+            let caches: Vec<Value> = listed(&server)
+                .iter()
+                .map(|of| of["cache"].clone())
+                .collect();
+            if caches
+                .iter()
+                .all(|of| of.as_str().unwrap().starts_with(wanted))
+            {
+                return;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{caches:?}");
+        }
+    };
+    // The first publishes nothing, the second blocks of prompts that nobody sends.
+    publishers[1].store(1, &prompt(1_000_000));
+    send_until("guessed: it answered", &|engine, n| {
+        if engine == 1 {
+            publishers[1].store(u64::from(n) * 10, &prompt(1_000_000 + n));
+        }
+    });
+    assert_eq!(server.metric("slipstream_engine_kv_guessed"), 2.0);
+    for n in 0..12 {
+        let ids = prompt(2_000_000 + n);
+        let engine = send(&ids, &[]);
+        assert!((0..3).all(|_| send(&ids, &[]) == engine), "{n}");
+    }
+    send_until("KV events", &|engine, n| {
+        publishers[engine].store(u64::from(n) * 10, &prompt(n));
+    });
+    assert_eq!(server.metric("slipstream_engine_kv_guessed"), 0.0);
+}

@@ -411,6 +411,7 @@ impl Dispatcher {
             return false;
         }
         apart.prefill_active.on_first_token();
+        apart.prefill_active.on_computed();
         let action = match transfer {
             HandOver::Pull => {
                 apart.stage = Stage::Reserving;
@@ -556,11 +557,10 @@ impl Dispatcher {
             self.capacity_changed = true;
             #[cfg(feature = "journal")]
             self.note(id, Input::Ended);
-            if matches!(
-                self.lives[id as usize].state,
-                State::Waiting | State::Apart(_)
-            ) {
-                self.leave_workers(id, None);
+            match &self.lives[id as usize].state {
+                State::Waiting | State::Apart(_) => self.leave_workers(id, None),
+                State::Streaming(placed) => placed.active.on_computed(),
+                _ => {}
             }
             self.end(id);
         }

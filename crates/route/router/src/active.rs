@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slipstream_base::sync::lock;
 use slipstream_base::width::to_u32;
-use slipstream_base::{BlockHash, Prompt};
+use slipstream_base::{BlockHash, Prompt, Tail};
 
 use crate::fleet::Fleet;
 
@@ -24,6 +24,8 @@ pub struct ActiveSequence {
     prefill_tokens: u64,
     prompt_tokens: u64,
     decoding: bool,
+    /// Whether the prompt's tokens are known, so that events name its blocks.
+    known: bool,
 }
 
 impl ActiveSequence {
@@ -43,6 +45,7 @@ impl ActiveSequence {
             prefill_tokens: u64::from(prompt.len()) - hit_tokens,
             prompt_tokens: u64::from(prompt.len()),
             decoding: false,
+            known: matches!(prompt.tail(), Tail::Tokens(_)),
         };
         let fresh = lock(&fleet.active[target]).insert(&sequence.chain);
         let load = &fleet.loads[target];
@@ -64,6 +67,14 @@ impl ActiveSequence {
                 self.prompt_tokens,
             );
             self.fleet.on_load(self.target as usize);
+        }
+    }
+
+    /// The target has the prompt's blocks now: its KV events are checked against that
+    /// ([`Fleet::testimony`]).
+    pub fn on_computed(&self) {
+        if self.known {
+            self.fleet.on_answered(self.target as usize, &self.chain);
         }
     }
 

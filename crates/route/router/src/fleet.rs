@@ -1,9 +1,10 @@
 //! State that routers share: the load, readiness and cached blocks of every target.
 
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
+use slipstream_base::sync::lock;
 use slipstream_base::width::{to_u16, to_u32};
 use slipstream_base::{BlockHash, KvDelta, Prompt, RankId, Role, SimTime, Tail, WorkerId};
 use slipstream_config::cluster::{Cluster, PoolConfig, RouterConfig};
@@ -12,6 +13,7 @@ use slipstream_kvindex::{Applied, ApproximateIndex, BlockIndex};
 use crate::active::ActiveBlocks;
 use crate::policy;
 use crate::session::SessionTable;
+use crate::witness::{Answered, Testimony};
 
 /// One rank that requests can go to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +244,8 @@ pub struct Fleet {
     guesses: Option<ApproximateIndex>,
     /// One bit per target: no events tell what it holds, so for prompts of known tokens, too, it is guessed.
     guessed: Box<[AtomicU64]>,
+    /// Per target, if the fleet has guesses.
+    answered: Box<[Mutex<Answered>]>,
     pub(crate) sessions: Option<SessionTable>,
     pub(crate) counters: CounterCells,
 }
@@ -399,6 +403,7 @@ impl Fleet {
             cached,
             guesses: None,
             guessed: Box::new([]),
+            answered: Box::new([]),
             sessions,
             counters: CounterCells::default(),
         })
@@ -414,6 +419,7 @@ impl Fleet {
         self.guesses = Some(ApproximateIndex::new(&kv_blocks, ttl_ns));
         let words = self.targets.len().div_ceil(64);
         self.guessed = (0..words).map(|_| AtomicU64::new(0)).collect();
+        self.answered = self.targets.iter().map(|_| Mutex::default()).collect();
         self
     }
 
@@ -433,6 +439,33 @@ impl Fleet {
         }
     }
 
+    /// `target` has computed a prompt of known tokens, which has these full blocks.
+    pub(crate) fn on_answered(&self, target: usize, blocks: &Arc<[BlockHash]>) {
+        if let Some(answered) = self.answered.get(target) {
+            lock(answered).push(blocks);
+        }
+    }
+
+    /// Whether KV events named the blocks of prompts that `worker` answered in the interval before the last call.
+    /// `engine_block_size`: tokens per block of the engine. Nothing unless the fleet was made
+    /// [`with_guesses`](Self::with_guesses) and has KV events.
+    pub fn testimony(&self, worker: WorkerId, engine_block_size: u32) -> Testimony {
+        let mut sum = Testimony::default();
+        let Cached::Exact(index) = &self.cached else {
+            return sum;
+        };
+        for target in self.targets_of(worker) {
+            let Some(answered) = self.answered.get(target as usize) else {
+                continue;
+            };
+            let holds = |hash| index.holds(target as usize, hash);
+            let of = lock(answered).testify(self.block_size, engine_block_size, holds);
+            sum.found += of.found;
+            sum.missing += of.missing;
+        }
+        sum
+    }
+
     /// The guesses, if they stand for what `target` holds.
     fn guesses_at(&self, target: usize) -> Option<&ApproximateIndex> {
         let word = self.guessed.get(target / 64)?.load(Ordering::Acquire);
@@ -446,6 +479,9 @@ impl Fleet {
         for target in self.targets_of(worker) {
             if let Some(guesses) = &self.guesses {
                 guesses.forget(target as usize);
+            }
+            if let Some(answered) = self.answered.get(target as usize) {
+                lock(answered).clear();
             }
             match &self.cached {
                 Cached::Exact(index) => index.forget(target as usize),

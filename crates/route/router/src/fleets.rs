@@ -7,6 +7,7 @@ use slipstream_config::cluster::Cluster;
 use slipstream_kvindex::Applied;
 
 use crate::fleet::{Fleet, FleetError};
+use crate::witness::Testimony;
 
 /// The fleets for prompts and for answers. A worker belongs to one of the two, by its pool's role.
 #[derive(Clone)]
@@ -91,6 +92,17 @@ impl Fleets {
     pub fn set_guessed(&self, worker: WorkerId, guessed: bool) {
         self.each()
             .for_each(|fleet| fleet.set_guessed(worker, guessed));
+    }
+
+    /// As [`Fleet::testimony`].
+    pub fn testimony(&self, worker: WorkerId, engine_block_size: u32) -> Testimony {
+        let each = self
+            .each()
+            .map(|fleet| fleet.testimony(worker, engine_block_size));
+        each.fold(Testimony::default(), |sum, of| Testimony {
+            found: sum.found + of.found,
+            missing: sum.missing + of.missing,
+        })
     }
 
     /// As [`Fleet::on_kv`].

@@ -36,6 +36,7 @@ pub mod policy;
 pub mod router;
 mod session;
 mod view;
+mod witness;
 
 pub use active::ActiveSequence;
 pub use fleet::{CachedBlocks, Counters, Fleet, FleetError, Hits, Load, TargetConfig};
@@ -44,3 +45,4 @@ pub use order::LoadKey;
 pub use policy::{Candidates, Rng, RoutePolicy, WorkerView};
 pub use router::{Chosen, RouteError, RouteRequest, Routed, Router, Score};
 pub use view::ViewTurn;
+pub use witness::Testimony;

@@ -161,6 +161,7 @@ fn answer(
             "gaps": count(&counters.gaps),
             "lost_batches": count(&counters.lost_batches),
             "skipped_blocks": count(&counters.skipped_blocks),
+            "other_blocks": count(&counters.other_blocks),
             "unreadable_events": count(&counters.unreadable_events),
             "useless": counters.useless.load(Ordering::Relaxed),
         })

@@ -16,12 +16,14 @@ use slipstream_frontend::{openai::agreement, text::TextModel};
 use slipstream_metrics::{Collector, Family, Samples};
 use slipstream_planes::tls::ClientTls;
 use slipstream_probe::{
-    AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ViewState,
-    ask_client,
+    AskError, Client, EngineFacts, KvCounters, KvEventSource, KvFollower, MirrorOptions, ask_client,
 };
 use slipstream_router::Fleets;
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::MissedTickBehavior;
+
+use crate::cache_views::CacheViews;
 
 /// Time limit of an engine's answers.
 const ASK: Duration = Duration::from_secs(3);
@@ -31,6 +33,10 @@ const ASK_AGAIN: Duration = Duration::from_secs(2);
 
 /// Pause before an engine is asked again that answered, and cannot be followed: another process may start there.
 const ASK_LATER: Duration = Duration::from_secs(30);
+
+/// Interval in which an engine's KV events are compared with the prompts that it answered. The events of a prompt have
+/// this time at least to arrive.
+const CHECK: Duration = Duration::from_secs(1);
 
 /// Time for the thread to end when the server stops.
 const STOP_WITHIN: Duration = Duration::from_millis(250);
@@ -134,7 +140,13 @@ fn source(facts: &EngineFacts, model: &str) -> Result<Source, String> {
     if facts.prefix_caching == Some(false) {
         return Err("has no prefix caching".into());
     }
-    let ranks = facts.kv_events.len().max(facts.ranks() as usize);
+    // A server that reports others than rank 0 has some of all ranks, which other servers report.
+    let is_first = facts.kv_events.first().is_none_or(|of| of.rank == 0);
+    let served = match facts.served_ranks {
+        None if !is_first => 1,
+        _ => facts.ranks(),
+    };
+    let ranks = facts.kv_events.len().max(served as usize);
     if ranks > RANKS_MAX {
         return Err(format!(
             "has {ranks} data-parallel ranks, and at most {RANKS_MAX} are followed"
@@ -154,11 +166,11 @@ fn source(facts: &EngineFacts, model: &str) -> Result<Source, String> {
     })
 }
 
-/// The publishers of `ranks` ranks, of which some are known. The port of a rank is that of rank 0, and its number
-/// (vLLM: `offset_endpoint_port` in `vllm/distributed/kv_events.py`).
+/// The publishers of `ranks` ranks from the first known one on, of which some are known. The port of a rank is that of
+/// rank 0, and its number (vLLM: `offset_endpoint_port` in `vllm/distributed/kv_events.py`).
 fn of_each_rank(known: &[KvEventSource], ranks: u32) -> Result<Vec<KvEventSource>, String> {
     let first = known.first().cloned().unwrap_or_default();
-    (0..ranks)
+    (first.rank..first.rank.saturating_add(ranks))
         .map(|rank| {
             if let Some(of) = known.iter().find(|of| of.rank == rank) {
                 return Ok(of.clone());
@@ -344,7 +356,6 @@ struct Followed<'a> {
 impl<'a> Followed<'a> {
     fn begin(of: &'a Followers, worker: WorkerId) -> Followed<'a> {
         of.fleets.forget_cache(worker);
-        of.fleets.set_guessed(worker, false);
         of.followed.fetch_add(1, Relaxed);
         of.engines.set_tokenizes(true);
         Followed { of, worker }
@@ -375,7 +386,6 @@ impl Followers {
         loop {
             self.fleets.set_guessed(worker, true);
             let source = self.await_source(&member, &mut said).await;
-            self.fleets.set_guessed(worker, false);
             self.follow_source(&member, source).await;
             if let Some(shown) = self.shown().get_mut(&member.id()) {
                 shown.1 = Vec::new();
@@ -424,18 +434,20 @@ impl Followers {
         let merge = Arc::new(Mutex::new(Merge::new(worker, source.events.len())));
         let anew = Arc::new(Notify::new());
         let _followed = Followed::begin(self, worker);
-        let views = Views::new(self, member, source.events.len());
         let mut ranks = JoinSet::new(); // dropped before `_followed`, so nothing is applied after it
-        let mut counters = Vec::new();
-        for (at, events) in source.events.iter().enumerate() {
+        let followers = source.events.iter().map(|events| {
             let options = MirrorOptions {
                 model: self.model.clone(),
                 block_size: self.fleets.serve.block_size(),
                 blocks_max: to_usize(blocks_max),
             };
             let rank = RankId { worker, dp_rank: 0 };
-            let follower = KvFollower::new(events.clone(), rank, options);
-            counters.push(follower.counters());
+            KvFollower::new(events.clone(), rank, options)
+        });
+        let followers: Vec<KvFollower> = followers.collect();
+        let counters: Vec<_> = followers.iter().map(KvFollower::counters).collect();
+        let views = CacheViews::new(self.fleets.clone(), member.clone(), counters.clone());
+        for (at, follower) in followers.into_iter().enumerate() {
             let views = views.clone();
             let follower = follower.with_state(move |state| views.update(at, state));
             let (merge, anew, fleets) = (merge.clone(), anew.clone(), self.fleets.clone());
@@ -461,80 +473,21 @@ impl Followers {
                 }
             }
         };
+        let engine_block = source.block_size.unwrap_or(self.fleets.serve.block_size());
+        let checked = async {
+            let mut ticks = tokio::time::interval(CHECK);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                ticks.tick().await;
+                views.check(self.fleets.testimony(worker, engine_block));
+            }
+        };
         tokio::select! {
             () = anew.notified() => {}
             () = changed => {}
+            () = checked => {}
             Some(_) = ranks.join_next() => {} // it broke an invariant of its own, and said so
         }
-    }
-}
-
-/// State of the views of an engine's ranks. While one is unusable, the engine's cache is guessed; its events are still
-/// applied, so the index is complete once all views are usable again.
-struct Views {
-    fleets: Fleets,
-    member: Member,
-    /// Per rank.
-    states: Mutex<Vec<ViewState>>,
-}
-
-/// The first reason why a view is unusable.
-fn why_useless(states: &[ViewState]) -> Option<&str> {
-    states.iter().find_map(|state| match state {
-        ViewState::Useless(why) => Some(why.as_str()),
-        ViewState::Followed | ViewState::Late => None,
-    })
-}
-
-impl Views {
-    fn new(of: &Followers, member: &Member, ranks: usize) -> Arc<Views> {
-        let views = Views {
-            fleets: of.fleets.clone(),
-            member: member.clone(),
-            states: Mutex::new(vec![ViewState::Followed; ranks]),
-        };
-        views.show(&lock(&views.states));
-        Arc::new(views)
-    }
-
-    fn update(&self, rank: usize, state: &ViewState) {
-        let mut states = lock(&self.states);
-        let before = why_useless(&states).is_some();
-        let was_late = states.contains(&ViewState::Late);
-        states[rank] = state.clone();
-        let why = why_useless(&states);
-        let engine = &self.member.spec().url;
-        match why {
-            Some(why) if !before => tracing::warn!(
-                %engine,
-                "its cache is guessed from the requests sent there until its KV events are readable: it {why}"
-            ),
-            None if before => tracing::warn!(
-                %engine,
-                "its KV events are readable again: its cache is followed by them"
-            ),
-            None if !was_late && states.contains(&ViewState::Late) => tracing::warn!(
-                %engine,
-                "its KV events take longer to read than one engine's may, so its cache is known late"
-            ),
-            _ => {}
-        }
-        self.fleets
-            .set_guessed(self.member.spec().worker, why.is_some());
-        self.show(&states);
-    }
-
-    /// Shows the state in `/admin/engines` and on `/ui`.
-    fn show(&self, states: &[ViewState]) {
-        let ranks = states.len();
-        self.member.set_cache_view(match why_useless(states) {
-            Some(why) => format!("guessed: it {why}"),
-            None if states.contains(&ViewState::Late) => {
-                "KV events, late: they take longer to read than one engine's may".into()
-            }
-            None if ranks > 1 => format!("KV events of {ranks} ranks"),
-            None => "KV events".into(),
-        });
     }
 }
 
@@ -656,8 +609,14 @@ const FAMILIES: &[Family<ById>] = &[
     ),
     Family::gauge(
         "slipstream_engine_kv_guessed",
-        "Whether its cache is guessed because its KV events are unreadable",
-        |of, samples| any(of, samples, |rank| rank.useless.load(Relaxed).into()),
+        "Whether its cache is guessed from the requests sent there, not followed by KV events",
+        |of, samples| {
+            // So is one of which no rank is followed yet.
+            each(of, samples, |ranks| {
+                let guessed = ranks.iter().map(|rank| rank.guessed.load(Relaxed).into());
+                guessed.max().unwrap_or(1)
+            });
+        },
     ),
     Family::gauge(
         "slipstream_engine_kv_blocks",
@@ -713,6 +672,11 @@ const FAMILIES: &[Family<ById>] = &[
         "slipstream_engine_kv_skipped_blocks",
         "Stored blocks that could not be placed",
         |of, samples| sum(of, samples, |rank| rank.skipped_blocks.load(Relaxed)),
+    ),
+    Family::counter(
+        "slipstream_engine_kv_other_blocks",
+        "Stored blocks of other memory than the GPU's, or of groups of layers that are not followed",
+        |of, samples| sum(of, samples, |rank| rank.other_blocks.load(Relaxed)),
     ),
 ];
 
@@ -785,18 +749,20 @@ mod tests {
 
     #[test]
     fn each_rank_has_the_port_that_its_number_adds() {
-        let ranks = |count, known: Vec<KvEventSource>| {
+        let ranks_served = |count, served_ranks, known: Vec<KvEventSource>| {
             let facts = EngineFacts {
                 parallel: Parallel {
                     data: Some(count),
                     ..Parallel::default()
                 },
+                served_ranks,
                 kv_events: known,
                 ..facts()
             };
             let events = source(&facts, "m").map(|of| of.events);
             events.map(|all| all.into_iter().map(|of| of.endpoint).collect::<Vec<_>>())
         };
+        let ranks = |count, known| ranks_served(count, None, known);
         let three = ["tcp://gpu1:5557", "tcp://gpu1:5558", "tcp://gpu1:5559"];
         assert_eq!(ranks(3, facts().kv_events).unwrap(), three);
         let second = KvEventSource {
@@ -807,9 +773,15 @@ mod tests {
         let known = [facts().kv_events, vec![second.clone()]].concat();
         let mixed = ["tcp://gpu1:5557", "tcp://gpu2:7000", "tcp://gpu1:5559"];
         assert_eq!(ranks(3, known).unwrap(), mixed);
+        // Of the ranks of several servers, those that this one answers for.
+        assert_eq!(ranks(2, vec![second.clone()]).unwrap(), ["tcp://gpu2:7000"]);
         assert_eq!(
-            ranks(2, vec![second]).unwrap(),
-            ["tcp://gpu2:6999", "tcp://gpu2:7000"]
+            ranks_served(8, Some(2), vec![second]).unwrap(),
+            ["tcp://gpu2:7000", "tcp://gpu2:7001"]
+        );
+        assert_eq!(
+            ranks_served(8, Some(1), facts().kv_events).unwrap(),
+            three[..1]
         );
         assert!(
             ranks(65, facts().kv_events)

@@ -39,6 +39,7 @@
 
 pub mod access_log;
 pub mod autoscale;
+mod cache_views;
 pub mod cached;
 mod client;
 pub mod describe;

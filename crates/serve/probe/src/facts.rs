@@ -176,6 +176,9 @@ pub struct EngineFacts {
     pub max_loras: Option<u32>,
     /// GPUs and ranks.
     pub parallel: Parallel,
+    /// Data-parallel ranks that this server answers for. Behind an external or a hybrid load balancer it has some of
+    /// all ranks.
+    pub served_ranks: Option<u32>,
     /// Publishers of KV events, by rank.
     pub kv_events: Vec<KvEventSource>,
     /// Every endpoint that was asked, and its outcome.
@@ -232,9 +235,10 @@ impl EngineFacts {
         }
     }
 
-    /// Data-parallel ranks; 1 if no answer stated them.
+    /// Data-parallel ranks of this server; 1 if no answer stated them.
     pub fn ranks(&self) -> u32 {
-        self.parallel.data.unwrap_or(1).max(1)
+        let ranks = self.served_ranks.or(self.parallel.data);
+        ranks.unwrap_or(1).max(1)
     }
 }
 
@@ -388,7 +392,8 @@ fn cache_config(found: &Samples<'_>, facts: &mut EngineFacts) {
         let values: BTreeSet<_> = samples.iter().map(|s| s.label(label)).collect();
         u32::try_from(values.len()).ok()
     };
-    facts.parallel.data = facts.parallel.data.or(distinct("engine"));
+    facts.served_ranks = distinct("engine");
+    facts.parallel.data = facts.parallel.data.or(facts.served_ranks);
     if first.label("worker").is_some() {
         facts.workers = distinct("worker");
     }
@@ -578,7 +583,8 @@ fn kv_event_sources(value: &Value, host: &str, facts: &mut EngineFacts) -> Resul
         if rank >= RANKS_MAX {
             return Err(format!("rank {rank} is above {RANKS_MAX}"));
         }
-        if config.get("publisher").and_then(Value::as_str) == Some("zmq") {
+        let is_off = config.get("enable_kv_cache_events") == Some(&Value::Bool(false));
+        if !is_off && config.get("publisher").and_then(Value::as_str) == Some("zmq") {
             sources.extend(kv_event_source(config, host, rank, 0).map(|source| (rank, source)));
         }
     }
@@ -601,16 +607,24 @@ fn kv_event_source(config: &Value, host: &str, rank: u32, offset: u32) -> Option
 }
 
 /// The address under which a subscriber on another host reaches `endpoint`, which the engine at
-/// `host` binds; `offset` ports above. `None` for other transports than TCP.
+/// `host` binds; `offset` ports above. `None` for other transports than TCP, and for an address that only the engine's
+/// host reaches.
 fn reachable(endpoint: &str, host: &str, offset: u32) -> Option<String> {
     let (bound, port) = endpoint.strip_prefix("tcp://")?.rsplit_once(':')?;
     let port = u32::from(port.parse::<u16>().ok()?).checked_add(offset)?;
     let port = u16::try_from(port).ok()?;
     let to = match bound {
         "*" | "0.0.0.0" | "[::]" | "::" => host,
+        bound if is_loopback(bound) && !is_loopback(host) => return None,
         bound => bound,
     };
     Some(format!("tcp://{to}:{port}"))
+}
+
+fn is_loopback(host: &str) -> bool {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let address = host.parse::<std::net::IpAddr>();
+    address.map_or(host == "localhost", |address| address.is_loopback())
 }
 
 /// A whole number from 1 on, of 32 bits.

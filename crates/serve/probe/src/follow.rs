@@ -8,12 +8,13 @@
 //! be another process with the same numbers. The view survives only if the last applied batch is
 //! replayed with the same bytes.
 //!
-//! If too few events are readable, the view is unusable ([`ViewState`]), and the router guesses the
-//! engine's cache until its events are readable again.
+//! A view is unusable ([`ViewState`]) while the engine's events do not arrive, until they have named a
+//! block, and if too few of them are readable. The router guesses the engine's cache then.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -31,8 +32,11 @@ use crate::readability::{Readability, Reading};
 /// Time limit for a connection.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// Time limit for each message of a replay.
-const REPLAY: Duration = Duration::from_secs(10);
+/// Time limit for the connection to the replay endpoint, and for each message of a replay: live events wait for it.
+const REPLAY: Duration = Duration::from_secs(2);
+
+/// First and longest time for which nothing is replayed after an endpoint kept live events waiting.
+const REPLAY_AGAIN: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(600));
 
 /// Batches read from one replay at most. vLLM keeps 10,000 by default (`buffer_steps`).
 const REPLAY_BATCHES_MAX: u64 = 10_000_000;
@@ -79,14 +83,18 @@ pub struct KvCounters {
     pub held_blocks: AtomicU64,
     /// Our blocks that are known.
     pub our_blocks: AtomicU64,
-    /// Stored blocks skipped, over all reasons of [`MirrorCounts`].
+    /// Stored blocks skipped because they could not be placed: their parent, their tokens or their sizes.
     pub skipped_blocks: AtomicU64,
+    /// Stored blocks of other memory than the GPU's, or of groups of layers that are not followed.
+    pub other_blocks: AtomicU64,
     /// Blocks dropped beyond the limit.
     pub over_capacity: AtomicU64,
     /// Whether the engine's hashes do not identify prefixes ([`KvMirror::is_unusable`]).
     pub unusable: AtomicBool,
     /// Whether the view is unusable ([`ViewState::Useless`]).
     pub useless: AtomicBool,
+    /// Whether the engine's cache is guessed instead. Set by those who use the view.
+    pub guessed: AtomicBool,
     /// Pauses in reading, because the events took too long to read.
     pub pauses: AtomicU64,
     /// Time of these pauses, ms.
@@ -145,6 +153,8 @@ impl Turns {
 /// Whether the view of an engine's cache is usable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ViewState {
+    /// Not yet: no event has named a block.
+    Unproven,
     /// Usable.
     Followed,
     /// Usable, but late: the events take longer to read than one engine's may.
@@ -153,14 +163,29 @@ pub enum ViewState {
     Useless(String),
 }
 
-/// Called with each change of the state. The first state is [`ViewState::Followed`].
+/// Called with each change of the state. The first state is [`ViewState::Unproven`].
 type OnState = Box<dyn Fn(&ViewState) + Send>;
+
+/// What decides the state of a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    Unproven,
+    Followed,
+    Late,
+    /// Its events do not arrive.
+    Cut,
+    /// Its hashes do not identify prefixes.
+    Ambiguous,
+    Unreadable,
+}
 
 /// Token bucket that limits replays.
 #[derive(Debug)]
 struct ReplayBudget {
     left: u32,
     since: Instant,
+    /// Until then nothing is replayed, and the next pause of that kind.
+    blocked: Option<(Instant, Duration)>,
 }
 
 impl ReplayBudget {
@@ -168,11 +193,25 @@ impl ReplayBudget {
         ReplayBudget {
             left: REPLAYS.0,
             since: Instant::now(),
+            blocked: None,
+        }
+    }
+
+    /// A replay kept live events waiting for `took`, and failed or not.
+    fn on_replay(&mut self, failed: bool, took: Duration, now: Instant) {
+        if !failed {
+            self.blocked = None;
+        } else if took >= REPLAY / 2 {
+            let pause = self.blocked.map_or(REPLAY_AGAIN.0, |(_, next)| next);
+            self.blocked = Some((now + pause, (pause * 2).min(REPLAY_AGAIN.1)));
         }
     }
 
     /// Whether one more replay may be requested at `now`.
     fn take(&mut self, now: Instant) -> bool {
+        if self.blocked.is_some_and(|(until, _)| now < until) {
+            return false;
+        }
         let (max, each) = REPLAYS;
         let due = now.saturating_duration_since(self.since).as_nanos() / each.as_nanos();
         let due = u32::try_from(due).unwrap_or(u32::MAX);
@@ -217,7 +256,13 @@ pub struct KvFollower {
     readability: Readability,
     /// Reason of the first unreadable event.
     unreadable: String,
-    state: ViewState,
+    /// Whether too few of the recent events were readable.
+    too_unreadable: bool,
+    /// Why the last connection ended, until there is another.
+    cut: Option<String>,
+    /// Whether an event of this engine has named a block.
+    proven: bool,
+    standing: Standing,
     on_state: OnState,
 }
 
@@ -225,7 +270,7 @@ impl fmt::Debug for KvFollower {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = f.debug_struct("KvFollower");
         out.field("source", &self.source)
-            .field("state", &self.state);
+            .field("standing", &self.standing);
         out.finish_non_exhaustive()
     }
 }
@@ -250,7 +295,10 @@ impl KvFollower {
             turns: Turns::new(),
             readability: Readability::default(),
             unreadable: String::new(),
-            state: ViewState::Followed,
+            too_unreadable: false,
+            cut: None,
+            proven: false,
+            standing: Standing::Unproven,
             on_state: Box::new(|_| {}),
         }
     }
@@ -285,10 +333,12 @@ impl KvFollower {
             if self.counters.connections.load(Ordering::Relaxed) > connections {
                 (pause, logged) = (PAUSES.0, false);
             }
+            self.cut = Some(ended.to_string());
             if self.source.replay_endpoint.is_none() {
                 // Without a replay there is no way to confirm the view later.
                 self.restart(&mut apply);
             }
+            self.update_state();
             if !logged {
                 logged = true;
                 tracing::warn!(endpoint = self.source.endpoint, error = %ended, "KV events interrupted");
@@ -310,6 +360,8 @@ impl KvFollower {
         };
         self.last_live = None;
         self.confirm(apply).await;
+        self.cut = None;
+        self.update_state();
         add(&self.counters.connections, 1);
         self.counters.connected.store(true, Ordering::Relaxed);
         loop {
@@ -327,11 +379,16 @@ impl KvFollower {
         if self.source.replay_endpoint.is_none() {
             return;
         }
-        if !self.fresh && !self.replay(self.next.saturating_sub(1), true, apply).await {
+        let all = u64::MAX;
+        if !self.fresh
+            && !self
+                .replay(self.next.saturating_sub(1)..all, true, apply)
+                .await
+        {
             self.restart(apply);
         }
         if self.fresh {
-            self.replay(0, false, apply).await;
+            self.replay(0..all, false, apply).await;
         }
     }
 
@@ -375,17 +432,17 @@ impl KvFollower {
         let lost = |counters: &KvCounters| counters.lost_batches.load(Ordering::Relaxed);
         let lost_before = lost(&self.counters);
         add(&self.counters.gaps, u64::from(is_gap));
-        self.replay(self.next, false, apply).await;
+        self.replay(self.next..sequence, false, apply).await;
         if is_gap && self.next >= sequence && lost(&self.counters) == lost_before {
             add(&self.counters.repaired, 1);
         }
     }
 
-    /// Applies the batches of a replay from `start` on. With `confirming`, the first must be the
+    /// Applies the batches of a replay with these sequences. With `confirming`, the first must be the
     /// last applied batch, byte for byte. Returns whether the replay was complete (and confirmed).
     async fn replay(
         &mut self,
-        start: u64,
+        sequences: Range<u64>,
         confirming: bool,
         apply: &mut impl FnMut(&KvDelta),
     ) -> bool {
@@ -396,7 +453,12 @@ impl KvFollower {
             add(&self.counters.withheld_replays, 1);
             return false;
         }
-        let read = self.read_replay(&endpoint, start, confirming, apply).await;
+        let begun = Instant::now();
+        let read = self
+            .read_replay(&endpoint, sequences, confirming, apply)
+            .await;
+        self.replays
+            .on_replay(read.is_err(), begun.elapsed(), Instant::now());
         read.unwrap_or_else(|error| {
             if self.counters.failed_replays.fetch_add(1, Ordering::Relaxed) == 0 {
                 tracing::warn!(%error, "no replay of KV events; further failures are only counted");
@@ -408,17 +470,20 @@ impl KvFollower {
     async fn read_replay(
         &mut self,
         endpoint: &str,
-        start: u64,
+        Range { start, end }: Range<u64>,
         confirming: bool,
         apply: &mut impl FnMut(&KvDelta),
     ) -> Result<bool, ZmqError> {
-        let mut replay = within(CONNECT, endpoint, ZmqReplay::request(endpoint, start)).await?;
+        let mut replay = within(REPLAY, endpoint, ZmqReplay::request(endpoint, start)).await?;
         let mut confirmed = !confirming;
         for _ in 0..REPLAY_BATCHES_MAX {
             let Some(event) = within(REPLAY, endpoint, replay.next()).await? else {
                 return Ok(confirmed);
             };
             let sequence = event.sequence.unwrap_or(self.next);
+            if sequence >= end {
+                return Ok(confirmed); // live events go on there
+            }
             if !confirmed {
                 let same = sequence == start && self.last == Some(xxh3_128(&event.payload));
                 if !same {
@@ -470,8 +535,8 @@ impl KvFollower {
                 Reading::NONE
             }
         };
-        let useless = self.readability.note(reading);
-        self.update_state(useless);
+        self.too_unreadable = self.readability.note(reading);
+        self.update_state();
     }
 
     fn log_unreadable(&mut self, error: String) {
@@ -486,29 +551,45 @@ impl KvFollower {
     }
 
     /// Reports the state of the view if it changed.
-    fn update_state(&mut self, unreadable: bool) {
-        let useless = unreadable || self.mirror.is_unusable();
-        let is_late = !useless && self.turns.is_late;
-        let was_useless = matches!(self.state, ViewState::Useless(_));
-        if useless == was_useless && is_late == matches!(self.state, ViewState::Late) {
+    fn update_state(&mut self) {
+        let standing = if self.cut.is_some() {
+            Standing::Cut
+        } else if self.mirror.is_unusable() {
+            Standing::Ambiguous
+        } else if self.too_unreadable {
+            Standing::Unreadable
+        } else if !self.proven {
+            Standing::Unproven
+        } else if self.turns.is_late {
+            Standing::Late
+        } else {
+            Standing::Followed
+        };
+        if std::mem::replace(&mut self.standing, standing) == standing {
             return;
         }
-        self.counters.useless.store(useless, Ordering::Relaxed);
-        self.state = if is_late {
-            ViewState::Late
-        } else if !useless {
-            ViewState::Followed
-        } else if self.mirror.is_unusable() {
-            let why = "has one hash for two prefixes in its KV events, as earlier SGLang versions";
-            ViewState::Useless(why.into())
-        } else {
-            let (events, unreadable) = self.readability.recent();
-            ViewState::Useless(format!(
-                "sends KV events that cannot be read ({unreadable} of the last {events}; the first: {})",
-                self.unreadable
-            ))
+        let state = match standing {
+            Standing::Unproven => ViewState::Unproven,
+            Standing::Followed => ViewState::Followed,
+            Standing::Late => ViewState::Late,
+            Standing::Cut => ViewState::Useless(format!(
+                "sends no KV events ({})",
+                self.cut.as_deref().unwrap_or_default()
+            )),
+            Standing::Ambiguous => ViewState::Useless(
+                "has one hash for two prefixes in its KV events, as earlier SGLang versions".into(),
+            ),
+            Standing::Unreadable => {
+                let (events, unreadable) = self.readability.recent();
+                ViewState::Useless(format!(
+                    "sends KV events that cannot be read ({unreadable} of the last {events}; the first: {})",
+                    self.unreadable
+                ))
+            }
         };
-        (self.on_state)(&self.state);
+        let useless = matches!(state, ViewState::Useless(_));
+        self.counters.useless.store(useless, Ordering::Relaxed);
+        (self.on_state)(&state);
     }
 
     /// The engine is, or may be, another process than before.
@@ -523,6 +604,7 @@ impl KvFollower {
         self.next = 0;
         self.last = None;
         self.fresh = true;
+        self.proven = false;
     }
 
     fn clear(&mut self, apply: &mut impl FnMut(&KvDelta)) {
@@ -538,6 +620,9 @@ impl KvFollower {
         set(&self.counters.held_blocks, self.mirror.held() as u64);
         set(&self.counters.our_blocks, self.mirror.our_blocks() as u64);
         set(&self.counters.skipped_blocks, skipped);
+        let other = counts.other_media + counts.other_groups;
+        set(&self.counters.other_blocks, other);
+        self.proven |= self.mirror.held() > 0;
         set(&self.counters.over_capacity, counts.over_capacity);
         let unusable = self.mirror.is_unusable();
         self.counters.unusable.store(unusable, Ordering::Relaxed);

@@ -60,7 +60,9 @@ fn vllm_is_read_from_its_metrics() {
     let sources = json!({
         "1": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5558",
               "replay_endpoint": "tcp://0.0.0.0:5568", "buffer_steps": 10000, "topic": "kv"},
-        "0": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": null},
+        "0": {"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557", "replay_endpoint": null},
+        "3": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5560"},
+        "4": {"publisher": "zmq", "endpoint": "tcp://*:5561", "enable_kv_cache_events": false},
         "2": {"publisher": "null", "endpoint": "tcp://*:5559"},
     });
     let facts = learn(&[
@@ -92,9 +94,9 @@ fn vllm_is_read_from_its_metrics() {
         replay_endpoint: replay.map(str::to_owned),
         topic: topic.into(),
     };
-    // A wildcard is reached at the engine's host; a loopback address stays one.
+    // A wildcard is reached at the engine's host, and a loopback address from there only.
     let expected = [
-        source(0, "tcp://127.0.0.1:5557", None, ""),
+        source(0, "tcp://10.0.0.7:5557", None, ""),
         source(1, "tcp://gpu1:5558", Some("tcp://gpu1:5568"), "kv"),
     ];
     assert_eq!(facts.kv_events, expected);

@@ -397,6 +397,7 @@ async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
     let script = async {
         let mut stream = engine.subscriber().await;
         publish(&mut stream, 0, &store(1)).await;
+        assert_eq!(states.recv().await.unwrap(), ViewState::Followed);
         let odd = with_odd_tokens();
         for n in 1..=20 {
             publish(&mut stream, n, &odd).await;
@@ -414,6 +415,48 @@ async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
         }
         assert_eq!(states.recv().await.unwrap(), ViewState::Followed);
         assert!(!counters.useless.load(Ordering::Relaxed));
+    };
+    let played = async {
+        tokio::select! {
+            never = done => match never {},
+            () = script => {}
+        }
+    };
+    tokio::time::timeout(LIMIT, played).await.expect("it ended");
+}
+
+/// A view counts from the first block that its events name, and not while they do not arrive.
+#[tokio::test]
+async fn a_view_is_of_use_while_events_arrive() {
+    let engine = Engine::new(false).await;
+    let (send, mut states) = mpsc::unbounded_channel();
+    let options = MirrorOptions {
+        model: "m".into(),
+        block_size: 2,
+        blocks_max: 100,
+    };
+    let follower = KvFollower::new(engine.source(), RankId::default(), options);
+    let done = follower
+        .with_state(move |state| send.send(state.clone()).unwrap())
+        .run(|_| {});
+    let script = async {
+        for round in 0..2 {
+            let mut stream = engine.subscriber().await;
+            if round > 0 {
+                assert_eq!(states.recv().await.unwrap(), ViewState::Unproven);
+            }
+            publish(&mut stream, 0, &remove(1)).await;
+            publish(&mut stream, 1, &store(1)).await;
+            assert_eq!(states.recv().await.unwrap(), ViewState::Followed);
+            publish(&mut stream, 2, &remove(1)).await; // empty, and known to be
+            drop(stream);
+            let ViewState::Useless(why) = states.recv().await.unwrap() else {
+                panic!("nothing arrives");
+            };
+            assert!(why.contains("sends no KV events ("), "{why}");
+        }
+        let _stream = engine.subscriber().await;
+        assert_eq!(states.recv().await.unwrap(), ViewState::Unproven);
     };
     let played = async {
         tokio::select! {

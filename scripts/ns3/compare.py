@@ -242,7 +242,9 @@ def random_case(seed: int, kind: str, control: str, number: int) -> Case:
         flows.append((size, start, [host[src], *graph.path(src, dst), host[dst]]))
     hosts = {at: node for node, at in host.items()}
     name = f"{control}, {kind} {number}"
-    return Case(name, toml, links, queue, ssthresh, flows, hosts, control, window, mark, number + 1, SACK)
+    return Case(
+        name, toml, links, queue, ssthresh, flows, hosts, control, window, mark, number + 1, SACK
+    )
 
 
 def ours(binary: str, case: Case, folder: Path) -> tuple[dict[int, int], int]:

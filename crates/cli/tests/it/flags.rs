@@ -268,14 +268,9 @@ fn overlaps() -> Vec<Case> {
                 "trace.unit = 's'",
             ),
         ]);
-        let set = if command == "bench" {
-            "set"
-        } else {
-            "workload-set"
-        };
         all.push(case(
             command,
-            set,
+            "workload-set",
             ["seed=5", "seed=6"],
             Workload,
             "seed = 5",
@@ -341,7 +336,7 @@ const OWN: &[(&str, &str)] = &[
     ("net init", "force"),
     (
         "serve",
-        "print-config record record-bytes-max shadow shadow-ratio",
+        "print-config record record-bytes-max shadow shadow-ratio host port model served-model-name",
     ),
     (
         "frontend",
@@ -406,7 +401,10 @@ const OWN: &[(&str, &str)] = &[
         "bench",
         "connect-timeout retries max-in-flight threads wait-ready label json out drag series html trace-stages",
     ),
-    ("bench", "server-pid no-metrics quiet"),
+    (
+        "bench",
+        "server-pid no-metrics quiet sweep attain sweep-steps",
+    ),
     (
         "trace stats",
         "block-size tokens-per-id window requests on-bad-line trace-columns trace-unit",

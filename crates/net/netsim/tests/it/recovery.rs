@@ -227,7 +227,7 @@ proptest! {
     #[test]
     fn options_move_between_parts(seed in 0u64..1000, capacity in 4u32..30, loss in 0.0..0.05, rack in any::<bool>()) {
         let toml = format!(
-            "seed = {seed}\nduration = 3.0\n[topology]\ncategory = \"LeafSpine\"\nleaf_spine = {{ leaves = 4, spines = 2, hosts_per_leaf = 2 }}\n\
+            "seed = {seed}\nduration = 300.0\n[topology]\ncategory = \"LeafSpine\"\nleaf_spine = {{ leaves = 4, spines = 2, hosts_per_leaf = 2 }}\n\
              [link]\npropagation_ns = 1000\n[routing]\npolicy = \"ECMP\"\n[switch]\nport_rate = 1e9\ncapacity = {capacity}\nloss = {loss}\n\
              [[flow_set]]\nflow_type = \"TCP\"\npairing = \"Permutation\"\n\
              traffic = {{ size = 200_000, tcp = {{ rto_min = 0.01, rack = {rack} }} }}\n"

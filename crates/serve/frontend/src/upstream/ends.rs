@@ -196,7 +196,7 @@ impl Shape {
             return false;
         };
         // Without a quote there is no end of the text, and no member behind it.
-        match memchr3(b'"', b'\n', b'\r', text) {
+        match first_special(text) {
             None => true,
             Some(at) => is_quoted(&text[at..]),
         }
@@ -237,6 +237,17 @@ impl Shape {
         tail[..tail.len() - digits].clone_into(&mut self.tail);
         after.clone_into(&mut self.after_digits);
     }
+}
+
+/// Offset of the first quote, or end of a line, in the text of an event.
+#[inline]
+fn first_special(text: &[u8]) -> Option<usize> {
+    // A token's text is shorter than the set-up of a search is long. Most bytes fail the first comparison.
+    if text.len() > 32 {
+        return memchr3(b'"', b'\n', b'\r', text);
+    }
+    let is_special = |&byte: &u8| byte < b'#' && matches!(byte, b'"' | b'\n' | b'\r');
+    text.iter().position(is_special)
 }
 
 /// Offset of the quote that ends a JSON string which has begun.

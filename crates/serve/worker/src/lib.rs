@@ -36,11 +36,13 @@
 mod backend;
 pub mod callhome;
 mod calm;
+mod fan_out;
 mod held;
 mod inputs;
 mod live;
 pub mod metrics;
 mod modelled;
+mod rank;
 mod set;
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -1189,7 +1189,7 @@ fn axes_that_cannot_be_searched_are_refused_by_name() {
             &["--host-memory=0,64", "--set=engine.host_tier.gib=8"],
             ["engine.host_tier.gib", "restrict it with --host-memory"],
         ),
-        (&["--speculation=0,40"], ["--speculation", "0..=32"]),
+        (&["--speculation=0,40"], ["--speculation", "0 to 32"]),
         (
             &["--expert-parallel=on"],
             ["enable_expert_parallel", "llama-3.1-8b has no experts"],

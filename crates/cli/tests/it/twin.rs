@@ -753,7 +753,7 @@ fn the_example_of_several_models_shares_gpus() {
     let all = pools.iter().map(awake).sum::<f64>() + spent;
     assert!((all - 1.0).abs() < 1e-9, "{all}");
     let page = std::fs::read_to_string(page).unwrap();
-    for text in ["<th>model</th>", "awake, %", "llama-tuned"] {
+    for text in [">model</th>", "awake, %", "llama-tuned"] {
         assert!(page.contains(text), "the page lacks {text}");
     }
 }

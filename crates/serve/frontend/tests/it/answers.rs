@@ -235,6 +235,7 @@ fn the_openapi_document_has_every_route() {
             "/detokenize",
             "/health",
             "/is_sleeping",
+            "/kv_event_sources",
             "/live",
             "/metrics",
             "/openapi.json",

@@ -441,8 +441,8 @@ impl Fleet {
 
     /// `target` has computed a prompt of known tokens, which has these full blocks.
     pub(crate) fn on_answered(&self, target: usize, blocks: &Arc<[BlockHash]>) {
-        if let Some(answered) = self.answered.get(target) {
-            lock(answered).push(blocks);
+        if let (Some(answered), Cached::Exact(index)) = (self.answered.get(target), &self.cached) {
+            lock(answered).push(blocks, self.block_size, |hash| index.holds(target, hash));
         }
     }
 

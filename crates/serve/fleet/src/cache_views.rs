@@ -57,10 +57,22 @@ enum Guessed {
 #[derive(Debug)]
 struct Standing {
     ranks: Vec<ViewState>,
+    /// Since the last change of a rank's state.
     agreement: Agreement,
+    /// Whether a fault was logged, and not yet its end.
+    warned: bool,
 }
 
 impl Standing {
+    /// Counts what the engine answered, unless its events are known to be missing or late.
+    fn note(&mut self, more: Testimony) {
+        let is_early =
+            |state: &ViewState| matches!(state, ViewState::Unproven | ViewState::Followed);
+        if self.ranks.iter().all(is_early) {
+            self.agreement.note(more);
+        }
+    }
+
     fn guessed(&self) -> Option<Guessed> {
         let useless = self.ranks.iter().find_map(|state| match state {
             ViewState::Useless(why) => Some(Guessed::For(why.clone())),
@@ -119,6 +131,7 @@ impl CacheViews {
             standing: Mutex::new(Standing {
                 ranks: vec![ViewState::Unproven; counters.len()],
                 agreement: Agreement::default(),
+                warned: false,
             }),
             counters,
         };
@@ -128,31 +141,40 @@ impl CacheViews {
 
     /// The view of a rank has another state.
     pub(crate) fn update(&self, rank: usize, state: &ViewState) {
-        self.change(|standing| standing.ranks[rank] = state.clone());
+        self.change(|standing| {
+            standing.ranks[rank] = state.clone();
+            // What was answered under another state says nothing of this one.
+            standing.agreement = Agreement::default();
+        });
     }
 
     /// What the engine answered in an interval.
     pub(crate) fn check(&self, more: Testimony) {
         if more != Testimony::default() {
-            self.change(|standing| standing.agreement.note(more));
+            self.change(|standing| standing.note(more));
         }
     }
 
     fn change(&self, change: impl FnOnce(&mut Standing)) {
         let mut standing = lock(&self.standing);
-        let (before, was_late) = (standing.guessed(), standing.is_late());
+        let was_late = standing.is_late();
         change(&mut standing);
         let engine = &self.member.spec().url;
-        let had_fault = matches!(before, Some(Guessed::For(_)));
         match standing.guessed() {
-            Some(Guessed::For(why)) if !had_fault => tracing::warn!(
-                %engine,
-                "its cache is guessed from the requests sent there, not followed by KV events, until they are usable: it {why}"
-            ),
-            None if had_fault => tracing::warn!(
-                %engine,
-                "its KV events are usable again: its cache is followed by them"
-            ),
+            Some(Guessed::For(why)) if !standing.warned => {
+                standing.warned = true;
+                tracing::warn!(
+                    %engine,
+                    "its cache is guessed from the requests sent there, not followed by KV events, until they are usable: it {why}"
+                );
+            }
+            None if standing.warned => {
+                standing.warned = false;
+                tracing::warn!(
+                    %engine,
+                    "its KV events are usable again: its cache is followed by them"
+                );
+            }
             None if !was_late && standing.is_late() => tracing::warn!(
                 %engine,
                 "its KV events take longer to read than one engine's may, so its cache is known late"
@@ -180,8 +202,9 @@ mod tests {
         let mut standing = Standing {
             ranks: ranks.to_vec(),
             agreement: Agreement::default(),
+            warned: false,
         };
-        standing.agreement.note(Testimony { found, missing });
+        standing.note(Testimony { found, missing });
         standing
     }
 

@@ -392,8 +392,8 @@ fn cache_config(found: &Samples<'_>, facts: &mut EngineFacts) {
         let values: BTreeSet<_> = samples.iter().map(|s| s.label(label)).collect();
         u32::try_from(values.len()).ok()
     };
-    facts.served_ranks = distinct("engine");
-    facts.parallel.data = facts.parallel.data.or(facts.served_ranks);
+    facts.served_ranks = first.label("engine").and_then(|_| distinct("engine"));
+    facts.parallel.data = facts.parallel.data.or(distinct("engine"));
     if first.label("worker").is_some() {
         facts.workers = distinct("worker");
     }

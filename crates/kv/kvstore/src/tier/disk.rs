@@ -6,7 +6,7 @@
 //!   FOLDER/old-N/             cleared blocks, whose files are removed later
 //! ```
 //!
-//! A file's name has the key, and what a tier must know of its block ([`name`]): a tier that opens a folder lists it,
+//! A file's name has the key, and what a tier must know of its block: a tier that opens a folder lists it,
 //! and opens no file. A name proves nothing: a block is read only if its file's header and checksums say the same.
 //!
 //! A file is written under a temporary name and then renamed, so under its final name it is complete.
@@ -215,8 +215,11 @@ impl DiskTier {
                 (u64::MAX, None) => SimTime::MAX,
                 _ => now + left,
             };
-            // Its process died between writing a block again and removing the file before.
-            if let Some(before) = ledger.remove(&key, Removal::Removed) {
+            // Its process died between writing a block again and removing the file before. A file that was renamed while
+            // the folder was listed may be listed twice.
+            if let Some(before) = ledger.remove(&key, Removal::Removed)
+                && before != stored
+            {
                 remove_file(&folder.join(name_of(&key, before)));
             }
             ledger.insert(&key, stored, bytes, until);
@@ -330,9 +333,12 @@ impl DiskTier {
 
     /// Drops a block whose file could not be read, unless it was stored again since.
     fn forget_unreadable(&self, key: &[u8], stored: Stored, why: Removal) {
-        let is_same = self.state().ledger.peek(SimTime::ZERO, key) == Some(stored);
-        if is_same {
-            self.forget(key, why);
+        let mut state = self.state();
+        if state.ledger.peek(SimTime::ZERO, key) == Some(stored) {
+            state.ledger.remove(key, why);
+            let blocks = Arc::clone(&state.blocks);
+            drop(state);
+            self.unlink(&blocks, key, stored);
         }
     }
 
@@ -669,7 +675,8 @@ impl Others {
                 .into_iter()
                 .map(|(_, path, len)| (path, len))
                 .collect();
-            others.bytes += files.iter().map(|(_, len)| len).sum::<u64>();
+            let bytes = files.iter().map(|(_, len)| *len);
+            others.bytes = bytes.fold(others.bytes, u64::saturating_add);
             if !files.is_empty() {
                 others.folders.push_back(Other {
                     path: path.clone(),
@@ -683,7 +690,7 @@ impl Others {
     fn pop(&mut self) -> Option<OtherFile> {
         let folder = self.folders.front_mut()?;
         let popped = folder.files.pop_front().map(|(path, len)| {
-            self.bytes -= len;
+            self.bytes = self.bytes.saturating_sub(len);
             OtherFile {
                 folder: folder.path.clone(),
                 path,

@@ -6,13 +6,13 @@
 //! only, each on a thread of its own, within [`READ_WITHIN`].
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -35,8 +35,15 @@ static READS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 /// Whether inputs are noted.
 static NOTES_INPUTS: AtomicBool = AtomicBool::new(false);
 
-/// Device and inode of each regular file that [`read`] and [`open_stream`] opened.
-static INPUTS: Mutex<BTreeSet<(u64, u64)>> = Mutex::new(BTreeSet::new());
+/// Device, inode and time of creation: a removed file's inode is used again.
+type Identity = (u64, u64, Option<SystemTime>);
+
+/// Each regular file that [`read`] and [`open_stream`] opened.
+static INPUTS: Mutex<BTreeSet<Identity>> = Mutex::new(BTreeSet::new());
+
+fn identity(of: &Metadata) -> Identity {
+    (of.dev(), of.ino(), of.created().ok())
+}
 
 /// From now on, notes the files that [`read`] and [`open_stream`] open, for [`is_input`]: a command's outputs must not
 /// replace its inputs.
@@ -48,7 +55,7 @@ pub fn note_inputs() {
 pub fn is_input(path: &Path) -> bool {
     let inputs = INPUTS.lock().unwrap_or_else(PoisonError::into_inner);
     path.metadata()
-        .is_ok_and(|of| inputs.contains(&(of.dev(), of.ino())))
+        .is_ok_and(|of| inputs.contains(&identity(&of)))
 }
 
 fn note_input(file: &File) -> io::Result<()> {
@@ -56,7 +63,7 @@ fn note_input(file: &File) -> io::Result<()> {
         let about = file.metadata()?;
         if about.is_file() {
             let mut inputs = INPUTS.lock().unwrap_or_else(PoisonError::into_inner);
-            inputs.insert((about.dev(), about.ino()));
+            inputs.insert(identity(&about));
         }
     }
     Ok(())

@@ -188,8 +188,8 @@ fn run_file(file: &Path, args: &RunArgs, interrupted: &AtomicBool) -> anyhow::Re
         stopped = interrupted.load(Ordering::Relaxed);
         !stopped
     };
-    // Frequent enough to look continuous, rare enough to be free.
-    let every = (duration_ns / 100_000).max(1);
+    // Frequent enough to look continuous and to end soon after an interrupt, rare enough to be free.
+    let every = (duration_ns / 100_000).clamp(1, 100_000);
     simulation.run_while(execution, every, &mut progress);
     if show {
         err!("\r\x1b[K");

@@ -539,7 +539,6 @@ impl TcpSender {
             Control::Bbr(bbr) => bbr.on_selective_timeout(&self.w),
             control => control.on_timeout(&mut self.w, flight, repeated),
         }
-        self.w.cwnd = self.w.mss;
         let until = match &s.rack {
             Some(rack) => rack
                 .limit(true, s.board.sacked_segments(), self.rtt.srtt)
@@ -547,6 +546,8 @@ impl TcpSender {
             None => now,
         };
         s.board.lose_all(until);
+        // One segment goes out, beside those that may still arrive.
+        self.w.cwnd = s.board.in_flight() + self.w.mss;
         s.mode = Mode::Loss;
         s.recover = self.nxt;
         s.early_at = u64::MAX;

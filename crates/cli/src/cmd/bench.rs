@@ -203,6 +203,7 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
         out::print(&source.text(args.output.slo.as_ref())?)?;
         return Ok(ExitCode::SUCCESS);
     }
+    let config = config(args)?;
     out::check_writable([
         ("out", args.output.out.as_deref()),
         ("drag", args.output.drag.as_deref()),
@@ -212,7 +213,6 @@ fn load(args: &Load) -> anyhow::Result<ExitCode> {
     if args.sweep.sweep {
         return bench_sweep::run(args);
     }
-    let config = config(args)?;
     let shows = std::io::stderr().is_terminal() && !args.output.quiet;
     let mut last = Progress::default();
     let outcome = slipstream_bench::run(config, &mut |progress| {

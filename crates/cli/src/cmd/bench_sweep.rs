@@ -61,8 +61,16 @@ pub(super) fn run(args: &Load) -> anyhow::Result<ExitCode> {
     let mut search = LoadSearch::new(sweep.sweep_steps);
     let mut steps: Vec<Step> = Vec::new();
     let mut interrupted = false;
+    let mut failed = Vec::new();
     while let Some(load) = search.next_load() {
-        let outcome = measure(args, &stated, load, steps.len())?;
+        let outcome = match measure(args, &stated, load, steps.len()) {
+            // The server may have died of the rate before: the rows so far are what was asked for.
+            Err(error) if !steps.is_empty() => {
+                failed.push(format!("the run at {load} times the load: {error:#}"));
+                break;
+            }
+            outcome => outcome?,
+        };
         interrupted = outcome.interrupted;
         if interrupted {
             break; // its requests are those of a part
@@ -73,7 +81,7 @@ pub(super) fn run(args: &Load) -> anyhow::Result<ExitCode> {
         steps.push(step);
     }
     let json = json(args, &stated, &steps, &search, interrupted);
-    let mut failures = Vec::new();
+    let mut failures = failed;
     if let Some(path) = &args.output.out {
         failures.extend(out::save(path, &json));
     }

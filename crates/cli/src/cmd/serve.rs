@@ -73,8 +73,21 @@ pub(super) struct NameArgs {
     #[arg(long, value_name = "MODEL", conflicts_with = "engine", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     model: Option<String>,
     /// Names of the modelled model in requests; answers carry the first [default: model.name]
-    #[arg(long, value_name = "NAME", num_args = 1.., conflicts_with = "engine", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long, value_name = "NAME", num_args = 1.., conflicts_with = "engine", value_parser = served_name)]
     served_model_name: Vec<String>,
+}
+
+fn served_name(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        return Err("it is empty".into());
+    }
+    if std::path::Path::new(text)
+        .extension()
+        .is_some_and(|of| of == "toml")
+    {
+        return Err("it looks like the cluster file, which goes before this flag".into());
+    }
+    Ok(text.to_owned())
 }
 
 impl NameArgs {

@@ -4,12 +4,10 @@ use slipstream_structured::{FormError, Rng, Tree, check_schema, text_by_pattern}
 
 use super::ApiError;
 use super::members::{boolean, missing, text, wrong_type};
-use super::value::Json;
+use super::value::{Json, VALUES_MAX};
 
 /// Tools of a request at most. OpenAI takes 128.
 pub const TOOLS_MAX: usize = 512;
-/// Values that the arguments of a call in the history may have, at most.
-const ARGUMENT_VALUES_MAX: u32 = 1 << 14;
 /// Values of a schema that is sent as a text, at most.
 const SCHEMA_VALUES_MAX: u32 = 1 << 14;
 
@@ -592,7 +590,7 @@ fn tool_call(path: &str, value: Json<'_>) -> Result<Tree, ApiError> {
 /// The arguments of a call: the object in a text. Other texts count as `{}`, as in vLLM: a model's mistake in the
 /// history would end the conversation. Source: `_postprocess_messages` in `vllm/renderers/chat_utils/chat_message.py`.
 fn arguments(text: &str) -> Tree {
-    match Json::parse_python(text, ARGUMENT_VALUES_MAX).map(Json::into_tree) {
+    match Json::parse_python(text, VALUES_MAX).map(Json::into_tree) {
         Ok(tree @ Tree::Object(_)) => tree,
         _ => Tree::Object(Vec::new()),
     }

@@ -271,7 +271,7 @@ fn knob_json(context: &Asked, knob: &Sensitivity) -> Value {
 
 fn effort(found: &Found) -> String {
     let proof = if found.proven {
-        "; all that is cheaper was simulated and misses the objective"
+        "; all that is cheaper, and that its bounds leave, was simulated and misses the objective"
     } else {
         ""
     };

@@ -80,7 +80,9 @@ impl Sim<'_> {
         for first in &out.first {
             let flight = self.flights.get_mut(first.id);
             flight.on_first(first, out.end, now);
-            sink.on_first(&flight.request, now);
+            if !flight.is_resumed() {
+                sink.on_first(&flight.request, now);
+            }
             if !self.scaling.is_empty() {
                 let slo = self.options.slo.of_class(flight.request.class);
                 let limit = slo.and_then(|slo| slo.limit_ns("ttft"));

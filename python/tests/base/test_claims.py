@@ -16,7 +16,7 @@ PAGES["README.md"] = README
 OF_OTHERS = {
     "vLLM": "--disaggregation-bootstrap-port --prefix-caching-hash-algo --enable-dbo --load-format "
     "--no-async-scheduling --trust-remote-code --hf-overrides --quantization --enable-lora "
-    "--max-model-len --disaggregation-mode --trust-request-chat-template",
+    "--max-model-len --disaggregation-mode --trust-request-chat-template --kv-offloading-size",
     "vllm bench": "--backend",
     "llama.cpp": "--interrupt_requests",
     "helm": "--set-file",
@@ -155,7 +155,7 @@ def test_keys_of_the_pages_exist() -> None:
             # Of a pool, `pool.NAME.key`; of tables, any key below them.
             if text.partition(".")[0] not in sections - {"pool", "share", "gpu", "link", "event"}:
                 continue
-            if text.endswith((".toml", ".md", ".rs", ".py", ".gz", ".json", ".jsonl")):
+            if text.endswith((".toml", ".md", ".rs", ".py", ".gz", ".json", ".jsonl", ".sh")):
                 continue
             if text not in keys() and not any(key.startswith(f"{text}.") for key in keys()):
                 wrong.append(f"{name}: {text}")

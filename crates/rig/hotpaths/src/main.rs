@@ -65,7 +65,8 @@ const PATHS: &[(&str, Work)] = &[
     ("relayed event, hidden token ids", |events| {
         slipstream_frontend::upstream::relay_events(events, true)
     }),
-    ("packet event", packets),
+    ("packet event", |count| packets(count, false)),
+    ("packet event, TCP with SACK", |count| packets(count, true)),
     ("block index, store and remove", index_blocks),
     ("key set, change", keys),
 ];
@@ -298,14 +299,14 @@ fn streams(count: u64) -> u64 {
 }
 
 /// TCP (DCTCP) through a fat-tree of 16 hosts: `count` kB per flow. Returns the events.
-fn packets(count: u64) -> u64 {
+fn packets(count: u64, sack: bool) -> u64 {
     let toml = format!(
         "seed = 1\nduration = 10.0\n\
          [topology]\ncategory = \"FatTree\"\nfat_tree = {{ k = 4, hosts_per_edge = 2 }}\n\
          [link]\npropagation_ns = 1000\n\
          [switch]\nport_rate = 1e10\n\
          [[flow_set]]\nfirst_flow_id = 0\nflow_type = \"TCP\"\npairing = \"Permutation\"\n\
-         traffic = {{ size = {}, pkt_size_dist = 1460 }}\n",
+         traffic = {{ size = {}, pkt_size_dist = 1460, tcp = {{ sack = {sack} }} }}\n",
         count * 1_000
     );
     let config = slipstream_netsim::config::read(Doc::parse("hotpaths.toml", toml.as_bytes()))

@@ -425,17 +425,18 @@ impl<'a> Demo<'a> {
     /// What was shown, where the pages are, and what to try next.
     fn closing(&self, requests: u64, speedup: f64) -> String {
         let dir = self.dir.display();
-        let workload = if self.load[0] == "--workload" {
-            format!("{dir}/workload.toml")
+        let (workload, model) = if self.load[0] == "--workload" {
+            (format!("{dir}/workload.toml"), "qwen3-32b")
         } else {
-            Path::new(&self.load[1]).display().to_string()
+            let trace = Path::new(&self.load[1]).display().to_string();
+            (trace, "llama-3.1-70b")
         };
         format!(
             "\nShown: KV-aware routing against round robin, simulated with {}, and live with {} at {}the \
              real pace.\n\
              Pages: {dir}/kv.html and {dir}/round_robin.html have the live runs; the cluster file and the reports \
              are beside them.\n\
-             Next: `slipstream plan {workload} --gpus h100-sxm,l40s --slo ttft=1s,itl=50ms` finds the cheapest \
+             Next: `slipstream plan {workload} --model {model} --gpus h100-sxm,l40s --slo ttft=1s,itl=50ms` finds the cheapest \
              cluster for a load, `slipstream serve {dir}/cluster.toml` is the live cluster with its page at /ui, and \
              `slipstream serve --engine http://gpu1:8000 --engine http://gpu2:8000` routes to your engines.\n",
             counted(self.requests, "request"),

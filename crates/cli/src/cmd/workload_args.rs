@@ -56,7 +56,7 @@ pub(crate) struct WorkloadArgs {
     #[arg(long, value_name = "TOKENS", conflicts_with = "workload", value_parser = clap::value_parser!(u32).range(1..=TOKENS_MAX), help_heading = "Workload")]
     pub(crate) osl: Option<u32>,
     /// Total number of requests [default without a file: 100, or 10 times --concurrency if that is
-    /// more; or the whole trace]
+    /// more, and in plan two minutes of --rate; or the whole trace]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Workload")]
     pub(crate) requests: Option<u64>,
     /// Stop starting sessions after this long, such as 60s (workload time)

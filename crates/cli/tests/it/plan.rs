@@ -1348,3 +1348,24 @@ fn ranks_of_a_mixture_take_fewer_gpus_than_tensor_parallelism() {
         (&16.into(), &1.into(), &8.into())
     );
 }
+
+/// A burst of a few requests would need less than the rate that it is taken from.
+#[test]
+fn a_rate_alone_is_two_minutes_of_it() {
+    let flags = "plan --rate=8 --isl=64 --osl=4 --slo=ttft=5s --model=llama-3.1-8b --gpus=l40s --max-gpus=1 --quick --seeds=1";
+    let asked = |more: &[&str]| {
+        let flags: Vec<&str> = flags.split(' ').chain(more.iter().copied()).collect();
+        let (code, out, err) = run(&flags);
+        assert_eq!(code, Some(0), "{err}");
+        (out, err)
+    };
+    let (out, err) = asked(&[]);
+    assert!(
+        err.contains("note: 960 requests") && out.contains("960 requests"),
+        "{out}{err}"
+    );
+    for stated in ["--requests=20", "--duration=5s"] {
+        let (out, err) = asked(&[stated]);
+        assert!(!err.contains("note:") && !out.contains("960"), "{out}{err}");
+    }
+}

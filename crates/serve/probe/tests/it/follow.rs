@@ -380,11 +380,9 @@ async fn a_sequence_that_runs_backwards_causes_few_replays() {
     .await;
 }
 
-/// An engine of which nothing can be read is guessed, and followed again when it can be read.
-#[tokio::test]
-async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
-    let engine = Engine::new(false).await;
-    let (send, mut states) = mpsc::unbounded_channel();
+/// A follower of `engine`, and the states that it reports.
+fn watched(engine: &Engine) -> (KvFollower, mpsc::UnboundedReceiver<ViewState>) {
+    let (send, states) = mpsc::unbounded_channel();
     let options = MirrorOptions {
         model: "m".into(),
         block_size: 2,
@@ -392,8 +390,26 @@ async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
     };
     let follower = KvFollower::new(engine.source(), RankId::default(), options);
     let follower = follower.with_state(move |state| send.send(state.clone()).unwrap());
+    (follower, states)
+}
+
+/// Runs `follower` until `script` has ended.
+async fn play(follower: KvFollower, script: impl Future<Output = ()>) {
+    let played = async {
+        tokio::select! {
+            never = follower.run(|_| {}) => match never {},
+            () = script => {}
+        }
+    };
+    tokio::time::timeout(LIMIT, played).await.expect("it ended");
+}
+
+/// An engine of which nothing can be read is guessed, and followed again when it can be read.
+#[tokio::test]
+async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
+    let engine = Engine::new(false).await;
+    let (follower, mut states) = watched(&engine);
     let counters = follower.counters();
-    let done = follower.run(|_| {});
     let script = async {
         let mut stream = engine.subscriber().await;
         publish(&mut stream, 0, &store(1)).await;
@@ -416,29 +432,14 @@ async fn a_view_of_which_too_little_is_readable_is_of_no_use() {
         assert_eq!(states.recv().await.unwrap(), ViewState::Followed);
         assert!(!counters.useless.load(Ordering::Relaxed));
     };
-    let played = async {
-        tokio::select! {
-            never = done => match never {},
-            () = script => {}
-        }
-    };
-    tokio::time::timeout(LIMIT, played).await.expect("it ended");
+    play(follower, script).await;
 }
 
 /// A view counts from the first block that its events name, and not while they do not arrive.
 #[tokio::test]
 async fn a_view_is_of_use_while_events_arrive() {
     let engine = Engine::new(false).await;
-    let (send, mut states) = mpsc::unbounded_channel();
-    let options = MirrorOptions {
-        model: "m".into(),
-        block_size: 2,
-        blocks_max: 100,
-    };
-    let follower = KvFollower::new(engine.source(), RankId::default(), options);
-    let done = follower
-        .with_state(move |state| send.send(state.clone()).unwrap())
-        .run(|_| {});
+    let (follower, mut states) = watched(&engine);
     let script = async {
         for round in 0..2 {
             let mut stream = engine.subscriber().await;
@@ -458,13 +459,7 @@ async fn a_view_is_of_use_while_events_arrive() {
         let _stream = engine.subscriber().await;
         assert_eq!(states.recv().await.unwrap(), ViewState::Unproven);
     };
-    let played = async {
-        tokio::select! {
-            never = done => match never {},
-            () = script => {}
-        }
-    };
-    tokio::time::timeout(LIMIT, played).await.expect("it ended");
+    play(follower, script).await;
 }
 
 /// A stored block whose token is a text.

@@ -62,7 +62,7 @@ fn need(name: &str, what: &str) -> Value {
 /// The context of templates (docs/plan.md). `command`: what made the plan.
 ///
 /// # Errors
-/// If the answer has parts that no engine is known to have together.
+/// If the answer combines features that vLLM does not run together.
 pub(super) fn context(
     asked: &Asked,
     found: &Found,

@@ -586,7 +586,7 @@ mod tests {
                         prop_assert!(delivered.bytes <= MSS);
                         board.judge_by_count(MSS);
                         naive.judge();
-                        // DupAcks: three SACKed segments lose the first; the definition agrees for whole segments.
+                        // Counting duplicates marks the first segment lost behind three SACKed ones: of whole segments, as the definition does.
                     }
                     3 => {
                         if let Some(index) = board.next_lost() {

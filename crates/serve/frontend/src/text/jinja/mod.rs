@@ -36,7 +36,7 @@ struct Refusal;
 
 /// Why a template failed.
 pub(super) enum Failure {
-    /// It raised an error, or failed on its input: the text of the error, or the line and the reason.
+    /// The template raised an error, with its text, or failed on the request, with the line and the reason.
     Refused(String),
     /// It uses what is not supported: the line and the reason.
     Unsupported(String),

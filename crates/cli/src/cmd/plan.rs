@@ -6,7 +6,6 @@ use std::process::ExitCode;
 
 use anyhow::ensure;
 use slipstream_base::Slo;
-use slipstream_base::width::floor_u64;
 use slipstream_report::table::counted;
 use slipstream_study::plan::{Elsewhere, Question};
 use slipstream_study::source::{ClusterSource, WorkloadSource, percent};
@@ -182,11 +181,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Length of a load of a stated rate by default, s.
-const STEADY_S: f64 = 120.0;
-/// Its requests at most.
-const STEADY_REQUESTS_MAX: u64 = 20_000;
-
 impl Args {
     fn question(&self) -> anyhow::Result<Question> {
         ensure!(
@@ -226,16 +220,6 @@ impl Args {
     }
 }
 
-/// Requests of a stated rate by default: enough that a cluster is not sized for the beginning of the load, before the
-/// answers of early requests are over.
-fn steady_requests(rate: f64) -> u64 {
-    let requests = floor_u64(rate * STEADY_S).clamp(100, STEADY_REQUESTS_MAX);
-    errln!(
-        "note: {requests} requests, as neither --requests nor --duration says how many of {rate} a second"
-    );
-    requests
-}
-
 /// The workload of the positional file or the flags.
 fn workload(args: &Args) -> anyhow::Result<WorkloadSource> {
     let mut what = args.what.clone();
@@ -269,9 +253,6 @@ fn workload(args: &Args) -> anyhow::Result<WorkloadSource> {
             load || what.rate.is_some() || what.concurrency.is_some(),
             "no workload; name a workload file or a trace, or describe a load with --rate, --isl and --osl"
         );
-        if !load && what.requests.is_none() && what.duration.is_none() {
-            what.requests = what.rate.map(steady_requests);
-        }
     }
     ensure!(
         args.workload_set.is_empty() || what.workload.is_some(),

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use slipstream_base::Slo;
+use slipstream_base::width::floor_u64;
 use slipstream_config::cluster::{Cluster, TimingConfig, file};
 use slipstream_config::doc::{Doc, Settings};
 use slipstream_config::prices::Prices;
@@ -208,7 +209,28 @@ pub struct WorkloadSource {
     pub trace_unit: Option<String>,
 }
 
+/// Length of a rate that is stated alone, as `plan` takes it, s.
+const STEADY_S: f64 = 120.0;
+/// Its requests at most.
+const STEADY_REQUESTS_MAX: u64 = 20_000;
+
 impl WorkloadSource {
+    /// The workload that a cluster is sized for: of a rate that is stated alone two minutes, and a note that says so. Fewer
+    /// requests would be over before the answers of the first ones are.
+    pub(crate) fn steady(mut self) -> (WorkloadSource, Option<String>) {
+        let has_file = self.file.is_some() || self.text.is_some() || self.trace.is_some();
+        let is_bounded = self.requests.is_some() || self.duration.is_some();
+        let Some(rate) = self.rate.filter(|_| !has_file && !is_bounded) else {
+            return (self, None);
+        };
+        let requests = floor_u64(rate * STEADY_S).clamp(100, STEADY_REQUESTS_MAX);
+        self.requests = Some(requests);
+        let note = format!(
+            "{requests} requests at {rate} a second, as neither their number nor a duration is stated"
+        );
+        (self, Some(note))
+    }
+
     /// The flags of a command that gives this workload; without `--time-scale` and `--workload-set`.
     pub fn flags(&self) -> Vec<OsString> {
         let mut flags: Vec<OsString> = Vec::new();

@@ -354,7 +354,8 @@ impl Question {
     /// # Errors
     /// If a file cannot be read, or a value is wrong.
     pub fn prepare(&self) -> anyhow::Result<Plan> {
-        let (workload, name) = self.workload.workload(&[])?;
+        let (source, steady) = self.workload.clone().steady();
+        let (workload, name) = source.workload(&[])?;
         let args = Args::of(self)?;
         let objectives = Objectives::of(&workload, self.slo.clone());
         ensure!(
@@ -396,8 +397,8 @@ impl Question {
             scaled::check(&base, &shapes, &space::settings(&args.axes, false).0[0])?;
         }
         Ok(Plan {
-            notes: base.note_dropped().into_iter().collect(),
-            workload_text: self.workload.text(self.slo.as_ref())?,
+            notes: base.note_dropped().into_iter().chain(steady).collect(),
+            workload_text: source.text(self.slo.as_ref())?,
             args,
             base,
             shapes,
